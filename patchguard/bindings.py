@@ -46,19 +46,22 @@ class ModuleWatch:
 
     def __init__(self) -> None:
         self._last: list[Any] = []
+        self._ids: list[int] = []
 
     def arrived(self) -> list[types.ModuleType]:
         """The modules that were not in ``sys.modules`` at the last `mark`."""
         now = list(sys.modules.values())
-        if len(now) == len(self._last) and all(a is b for a, b in zip(now, self._last, strict=True)):
+        # Pointers are compared, never the objects: those may be proxies with an __eq__ of their own.
+        if list(map(id, now)) == self._ids:
             return []
-        known = set(map(id, self._last))
+        known = set(self._ids)
         return [m for m in now if id(m) not in known and is_module(m)]
 
     def mark(self) -> None:
         """Take note of the modules that are there now."""
-        self._last = list(sys.modules.values())
+        self._last = list(sys.modules.values())  # kept alive, so that no id is used again
+        self._ids = list(map(id, self._last))
 
     def forget(self) -> None:
         """As before the first `mark`."""
-        self._last = []
+        self._last, self._ids = [], []

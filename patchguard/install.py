@@ -403,7 +403,8 @@ class Engine:
             self._drifted(record, raw, overwrite=True)
             return record.before if slot.key in self.ledger else raw
         if slot.is_module_level and is_module(slot.owner):
-            return self._without_steps(slot.owner, slot.name, raw, old_steps)
+            named = [s for s in self._lifted_steps + old_steps if s.name == slot.name]
+            return self._without_steps(slot.owner, raw, named)
         return raw
 
     def _absent(self, slot: Slot, entry: TargetPlan) -> Any:
@@ -438,10 +439,10 @@ class Engine:
                 raw = step.after
         return raw
 
-    def _without_steps(self, module: types.ModuleType, name: str, raw: Any, old_steps: list[Step]) -> Any:
-        """What a module that arrived late would hold had nothing been patched."""
-        for step in reversed(self._lifted_steps + old_steps):
-            if step.name == name and raw is step.after and step.reaches(module):
+    def _without_steps(self, module: types.ModuleType, raw: Any, steps: Sequence[Step]) -> Any:
+        """What a module that arrived late would hold had none of ``steps`` (of one name) been done."""
+        for step in reversed(steps):
+            if raw is step.after and step.reaches(module):
                 if step.home is not None and step.home == _top_package(module):
                     continue
                 raw = step.before
@@ -473,7 +474,7 @@ class Engine:
             elif record is not None and raw is record.after:
                 origin = new = record.before
             else:
-                origin = new = self._without_steps(module, name, raw, old_steps) if name in old_by_name else raw
+                origin = new = self._without_steps(module, raw, old_by_name.get(name, ()))
             for step in steps:
                 if new is step.before and step.reaches(module):
                     new = step.after

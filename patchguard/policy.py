@@ -21,7 +21,7 @@ from patchguard.registration import Kind, Provider, Registration, same_callable
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
-    import tomli as tomllib
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 __all__ = ["ArgumentChange", "Decision", "Policy", "Refusal", "Rule", "Suppressed", "Teardown"]
 
@@ -201,8 +201,9 @@ class Policy:
             if not rule.set or not all(_matches(current.get(k), v) for k, v in rule.when.items()):
                 continue
             for name, value in rule.set.items():
-                if name not in changes and current.get(name) != value and not _absent_switch(current.get(name), value):
-                    changes[name] = ArgumentChange(name, current.get(name), value, rule)
+                # An argument that nobody has set needs no setting.
+                if name not in changes and current.get(name) is not None and current[name] != value:
+                    changes[name] = ArgumentChange(name, current[name], value, rule)
                     current[name] = value
         return list(changes.values())
 
@@ -298,11 +299,6 @@ def _matches(value: Any, wanted: Any) -> bool:
     return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
 
 
-def _absent_switch(value: Any, wanted: Any) -> bool:
-    """An argument nobody set is already as good as False: leave it absent."""
-    return value is None and wanted is False
-
-
 class _Reader:
     """Checks a parsed policy key by key; the first fault is the error."""
 
@@ -375,8 +371,8 @@ class _Reader:
                 self.fail("refuse", i, "providers", "needs at least two different providers")
         return Policy(rules, refusals, teardowns, self.priorities())
 
-    def tables(self, kind: str) -> list[Mapping[str, Any]]:
-        tables = self.data.get(kind, [])
+    def tables(self, kind: str) -> list[dict[str, Any]]:
+        tables: list[dict[str, Any]] = self.data.get(kind, [])
         if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
             self.fail(kind, None, kind, f"must be an array of tables, written [[{kind}]]")
         for i, table in enumerate(tables):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import types
 from collections.abc import Callable
@@ -16,7 +15,7 @@ __all__ = ["CallSite", "Kind", "Provider", "Registration", "kind_of", "same_call
 #: Endings of ``__name__`` by which MindSpeed tells a wrapper from a replacement.
 WRAPPER_ENDINGS = ("wrapper", "decorator")
 
-_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Kind(str, Enum):
@@ -45,8 +44,8 @@ class CallSite:
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
-            if os.path.dirname(file) != _PACKAGE_FOLDER and file not in skip_files:
-                module = frame.f_globals.get("__name__", "")
+            module = frame.f_globals.get("__name__", "")
+            if module.partition(".")[0] != _PACKAGE and file not in skip_files:
                 return CallSite(file, frame.f_lineno, frame.f_code.co_name, module)
             frame = frame.f_back
         return None
