@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from patchguard.arguments import ArgumentTypes, normalise
@@ -120,6 +120,7 @@ class Guard:
         self._arguments = ArgumentLedger()
         self._types: tuple[Any, ArgumentTypes] | None = None
         self._last: tuple[Any, ...] | None = None
+        self._last_outcome: Outcome | None = None
         self._kept_out: dict[str, tuple[Suppressed, ...]] = {}
         self._argument_changes: list[ArgumentChange] = []
         self._active_features: frozenset[str] = frozenset()
@@ -393,7 +394,7 @@ class Guard:
         if self._frozen is not None:
             raise FrozenError(f"{what} at {CallSite.caller()} is refused: patches were frozen at {self._frozen}.")
 
-    def apply(self, registry: Registry, patches: Iterable[PatchLike] | None = None) -> None:
+    def apply(self, registry: Registry, patches: Iterable[PatchLike] | None = None, *, final: bool = True) -> None:
         """Put a registry's plan, or some of its targets, in force beside the other layers."""
         with self.lock, self.engine.transaction() as transaction:
             if self._session is None and self._activation is None:
@@ -403,7 +404,7 @@ class Guard:
                 renewed = {e.target for e in entries}
                 kept = [e for e in self._in_force.get(registry.name, []) if e.target not in renewed]
                 entries = kept + entries
-            self._install(registry, entries)
+            self._install(registry, entries, final=final)
 
     def withdraw(self, registry: Registry, target: str) -> None:
         """Restore one target of one layer."""
@@ -425,13 +426,13 @@ class Guard:
                 self.engine.settle()
             self._last = None
 
-    def _install(self, registry: Registry, entries: list[TargetPlan]) -> None:
+    def _install(self, registry: Registry, entries: list[TargetPlan], *, final: bool = True) -> None:
         with self.engine.transaction() as transaction:
             before = {name: list(found) for name, found in self._in_force.items()}
             transaction.on_rollback(lambda: self._restore_in_force(before))
             self._in_force[registry.name] = entries
             targets = [entry for layer in self._registries for entry in self._in_force.get(layer.name, [])]
-            changes = self.engine.install(targets, self._merge)
+            changes = self.engine.install(targets, self._merge, final=final)
             for layer in self._registries:
                 layer.sync()
             if self._session is not None:
@@ -512,7 +513,8 @@ class Guard:
         if phase == "main":
             host.registry.release_direct()
             self._last_arguments = dict(vars(args))
-        self.apply(host.registry)
+        # Within a repatch the second phase brings the one full pass over all modules.
+        self.apply(host.registry, final=phase == "main" or self._session is None)
 
     def _register_features(self, host: Host, phase: Literal["pre", "main"], args: Any) -> None:
         active = set() if phase == "pre" else set(self._active_features)
@@ -572,7 +574,8 @@ class Guard:
         if self._last is not None and same_arguments(self._last, key) and self.engine.in_force():
             late = self.engine.follow_arrivals()
             self.journal.skip(reason="unchanged", targets=len(self.engine.applied), late_modules=late)
-            return self._outcome(changed=False, applied=0)
+            assert self._last_outcome is not None
+            return self._last_outcome
         self.refuse_if_frozen("repatch()")
         session = self._session = _Session(host, changes)
         features_before, kept_out = self._active_features, self._kept_out
@@ -608,6 +611,7 @@ class Guard:
         self._log(session.changes)
         self._log_decisions()
         outcome = self._outcome(changed=True, applied=sum(c.what == "apply" for c in session.changes))
+        self._last_outcome = replace(outcome, changed=False, applied=0)
         self._summary("repatch", applied=outcome.applied)
         return outcome
 
@@ -662,7 +666,6 @@ class Guard:
             id(self.policy),
             self.mode,
             tuple(map(id, host.features)),
-            tuple(sorted(os.environ.items())),
         )
 
     def _kept_out_by(self, changes: Sequence[ArgumentChange]) -> dict[str, tuple[Suppressed, ...]]:

@@ -83,17 +83,21 @@ def versions() -> dict[str, str]:
         found["megatron"] = module_dict(info)["__version__"]
     for name in ("mindspeed", "mindspeed_llm"):
         module = sys.modules.get(name)
-        if module is None:
-            continue
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = _version_beside(module) or "unknown"
+        if module is not None:
+            found[name] = _version_of(name, tuple(module_dict(module).get("__path__", ())))
     return found
 
 
-def _version_beside(module: types.ModuleType) -> str | None:
-    for folder in module_dict(module).get("__path__", ()):
+@functools.lru_cache(maxsize=16)
+def _version_of(name: str, folders: tuple[str, ...]) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return _version_beside(folders) or "unknown"
+
+
+def _version_beside(folders: tuple[str, ...]) -> str | None:
+    for folder in folders:
         try:
             text = (Path(folder).parent / "setup.py").read_text(encoding="utf-8", errors="replace")
         except OSError:

@@ -128,6 +128,7 @@ class Engine:
         self._steps: list[Step] = []
         self._lifted_steps: list[Step] = []
         self._pool: dict[str, types.ModuleType] = {}
+        self._holders: list[types.ModuleType] = []
         self._watch = ModuleWatch()
         self._transaction: Transaction | None = None
 
@@ -160,28 +161,32 @@ class Engine:
         return self._transaction is not None
 
     def _state(self) -> tuple[Any, ...]:
-        return (dict(self.ledger), dict(self.applied), list(self._steps), list(self._lifted_steps), dict(self._pool))
+        return (
+            dict(self.ledger),
+            dict(self.applied),
+            list(self._steps),
+            list(self._lifted_steps),
+            dict(self._pool),
+            list(self._holders),
+        )
 
     def _restore_state(self, state: tuple[Any, ...]) -> None:
-        self.ledger, self.applied, self._steps, self._lifted_steps, self._pool = (
-            dict(state[0]),
-            dict(state[1]),
-            list(state[2]),
-            list(state[3]),
-            dict(state[4]),
-        )
+        self.ledger, self.applied, self._steps, self._lifted_steps, self._pool, self._holders = state
         # Modules that arrived meanwhile are looked at again next time.
         self._watch.forget()
 
     # -- one way in -----------------------------------------------------------------------------------
 
-    def install(self, targets: Sequence[TargetPlan], merge: Merge) -> list[Change]:
+    def install(self, targets: Sequence[TargetPlan], merge: Merge, *, final: bool = True) -> list[Change]:
         """Make ``targets`` the plan in force; what is in force and not among them is restored.
 
         Args:
             targets: the plan; of several entries for one slot, those of one layer are merged by ``merge`` and
                 those of different layers stack in order.
             merge: decides between two entries of one layer that turn out to name one slot.
+            final: whether this is the last installation before others may rely on it. One that is not looks
+                for aliases only where the plan before had some and in modules that arrived since; the one
+                full pass comes with the next.
 
         An entry whose functions and original are unchanged keeps the object it bound. After `lift` nothing
         is in force, so every wrapper is called anew, as in MindSpeed's repatch.
@@ -202,7 +207,7 @@ class Engine:
             by_slot: dict[Key, Applied] = {}
             for entry in ordered:
                 self._apply(entry, previous, by_slot, old_steps, merge)
-            self._sweep(old_steps, everywhere=False)
+            self._sweep(old_steps, final=final)
             return transaction.changes[first_change:]
 
     def lift(self) -> None:
@@ -212,6 +217,7 @@ class Engine:
         leaves them), stay until `settle`: what is imported meanwhile may need them.
         """
         with self.transaction() as transaction:
+            holders = {id(r.slot.owner): r.slot.owner for r in self.ledger.values()}
             for key, record in list(self.ledger.items()):
                 raw = record.slot.read()
                 if raw is not record.after:
@@ -225,6 +231,7 @@ class Engine:
                     self._write(record.slot, record.before, record.before)
             # What modules may still hold of the plan that was in force, for those that arrived since.
             self._lifted_steps = self._lifted_steps + self._steps
+            self._holders = [m for m in holders.values() if is_module(m)]
             self.applied = {}
             self._steps = []
             transaction.changes.append(Change("restore", "*", {"reason": "repatch"}))
@@ -232,6 +239,8 @@ class Engine:
     def settle(self) -> None:
         """Delete the created names and stand-in modules that the plan in force does not need."""
         with self.transaction():
+            if self._holders:
+                self._sweep(self._steps, final=True)
             needed = {a.slot.key for a in self.applied.values() if a.slot is not None}
             for a in self.applied.values():
                 for path in a.dummies:
@@ -280,7 +289,7 @@ class Engine:
         arrived = self._watch.arrived()
         if arrived:
             with self.transaction():
-                self._sweep(self._steps, everywhere=False)
+                self._sweep(self._steps, final=True)
         return len(arrived)
 
     def uninstall(self) -> list[Change]:
@@ -293,7 +302,7 @@ class Engine:
             for key in reversed(list(self.ledger)):
                 self._put_back(key, str(self.ledger[key].slot))
             self._lifted_steps = []
-            self._sweep(steps, everywhere=True)
+            self._sweep(steps, final=True)
             # Aliases found by that last look were put straight to their originals.
             self.ledger.clear()
             self._pool.clear()
@@ -448,16 +457,11 @@ class Engine:
                 raw = step.before
         return raw
 
-    def _sweep(self, old_steps: list[Step], *, everywhere: bool) -> None:
+    def _sweep(self, old_steps: list[Step], *, final: bool) -> None:
         """One pass: bring every module attribute that is an alias of a target in line with it."""
-        new_by_name: dict[str, list[Step]] = {}
-        for step in self._steps:
-            new_by_name.setdefault(step.name, []).append(step)
-        old_by_name: dict[str, list[Step]] = {}
-        for step in self._lifted_steps + old_steps:
-            old_by_name.setdefault(step.name, []).append(step)
+        new_by_name = _by_name(self._steps)
+        old_by_name = _by_name(self._lifted_steps + old_steps)
         names = new_by_name.keys() | old_by_name.keys()
-        changed = {n for n in names if everywhere or not _same_steps(new_by_name.get(n, ()), old_by_name.get(n, ()))}
         own: dict[Key, Applied] = {
             a.slot.key: a for a in self.applied.values() if a.slot is not None and a.slot.is_module_level
         }
@@ -481,11 +485,19 @@ class Engine:
             if new is not raw or (record is None and origin is not raw):
                 self._write(Slot(module, name), new, origin)
 
+        arrived = self._watch.arrived()
+        if not final:
+            follow({id(m): m for m in [*self._holders, *arrived]}.values(), names, visit)
+            return
+        changed = (
+            names
+            if self._lifted_steps
+            else {n for n in names if not _same_steps(new_by_name.get(n, ()), old_by_name.get(n, ()))}
+        )
         if changed:
             follow(modules(), changed, visit)
-        rest = names - changed
-        if rest:
-            follow(self._watch.arrived(), rest, visit)
+        follow(arrived, names - changed, visit)
+        self._holders = []
         self._watch.mark()
 
     # -- writing --------------------------------------------------------------------------------------
@@ -610,6 +622,13 @@ def _same_steps(first: Sequence[Step], second: Sequence[Step]) -> bool:
     return len(first) == len(second) and all(
         a.before is b.before and a.after is b.after for a, b in zip(first, second, strict=True)
     )
+
+
+def _by_name(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    found: dict[str, list[Step]] = {}
+    for step in steps:
+        found.setdefault(step.name, []).append(step)
+    return found
 
 
 def _top_package(module: types.ModuleType) -> str:

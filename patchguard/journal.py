@@ -668,9 +668,8 @@ class Journal:
         self._sinks.clear()
 
     def _record(self, event: str, level: str, fields: dict[str, Any]) -> dict[str, Any]:
-        now = datetime.now(timezone.utc).replace(tzinfo=None)
         record: dict[str, Any] = {
-            "timestamp": now.isoformat(timespec="microseconds") + "Z",
+            "timestamp": datetime.now(timezone.utc).isoformat(timespec="microseconds")[: -len("+00:00")] + "Z",
             "level": level,
             "event": event,
             "seq": next(self._sequence),

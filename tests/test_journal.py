@@ -498,17 +498,13 @@ def test_a_file_per_rank_and_process_holds_every_event(
     assert capsys.readouterr().err == ""
 
 
-def test_directory_argument_goes_before_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_argument_goes_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATCHGUARD_LOG_DIR", str(tmp_path / "environment"))
     Journal(directory=tmp_path / "argument").skip()
     assert [path.name for path in tmp_path.iterdir()] == ["argument"]
 
 
-def test_file_does_not_move_with_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_does_not_move_with_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     journal = Journal(directory="logs", level="off")
@@ -556,9 +552,7 @@ def test_the_end_of_the_process_and_of_the_journal_write_too(tmp_path: Path) -> 
     assert len(lines_of(only_file(tmp_path / "dropped"))) == 2
 
 
-def test_a_rank_that_becomes_known_later_gets_its_own_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_becomes_known_later_gets_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(directory=tmp_path, level="off")
     journal.skip()
     journal.skip()
@@ -811,9 +805,7 @@ def test_threads_share_a_journal(tmp_path: Path) -> None:
     def work(thread: int) -> None:
         barrier.wait()
         for number in range(100):
-            journal.emit(
-                "apply", level="warning" if number % 10 == 0 else "debug", thread=thread, number=number
-            )
+            journal.emit("apply", level="warning" if number % 10 == 0 else "debug", thread=thread, number=number)
             if number % 25 == 0:
                 journal.bind(**{f"bound_{thread}": number})
                 journal.records("apply")
@@ -832,6 +824,46 @@ def test_threads_share_a_journal(tmp_path: Path) -> None:
     for thread_number in range(8):
         own = [line["number"] for line in lines if line["thread"] == thread_number]
         assert own == list(range(100))
+
+
+def test_a_thread_waits_for_another_that_is_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(directory=tmp_path, level="off")
+    journal.skip(who="main")
+    first = threading.Thread(target=journal.warning, kwargs={"who": "first"}, name="first")
+    second = threading.Thread(target=journal.warning, kwargs={"who": "second"}, name="second")
+    writing, go_on, write = threading.Event(), threading.Event(), os.write
+
+    def slow_write(descriptor: int, data: bytes) -> int:
+        if threading.current_thread() is first:
+            writing.set()
+            go_on.wait(60)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", slow_write)
+    first.start()
+    assert writing.wait(60)
+    second.start()
+    second.join(0.3)  # time to overtake, were there no lock
+    go_on.set()
+    first.join(60)
+    second.join(60)
+    assert [line["who"] for line in lines_of(only_file(tmp_path))] == ["main", "first", "second"]
+
+
+def test_a_fork_that_python_did_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(directory=tmp_path, level="off")
+    parent = os.getpid()
+    child = parent + 1
+    journal.skip(who="parent")
+    journal.skip(who="parent")  # the parent writes this one, not the child
+    monkeypatch.setattr(os, "getpid", lambda: child)
+    journal.flush()
+    journal.summary(who="child")
+    written = {path.name: [line["who"] for line in lines_of(path)] for path in tmp_path.iterdir()}
+    assert written == {
+        f"patchguard-rank00000-pid{parent}.jsonl": ["parent"],
+        f"patchguard-rank00000-pid{child}.jsonl": ["child"],
+    }
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
