@@ -861,8 +861,8 @@ def _same(one: object, other: object) -> bool:
 
 def _kind(value: object) -> str:
     if isinstance(value, type):
-        return f"the class {value.__qualname__}"
-    name = type(value).__qualname__
+        return f"the class {value.__name__}"
+    name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -877,7 +877,7 @@ def _listed(choice: object) -> str:
 def _shown(value: object) -> str:
     """``value`` for a message; nothing but plain values and enum members is asked for its own text."""
     if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
+        return f"{type(value).__name__}.{value.name}"
     if type(value) in _SCALAR_SET or (isinstance(value, (list, tuple)) and _is_plain(value)):
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:77]}..."

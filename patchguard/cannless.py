@@ -432,13 +432,12 @@ def _build(folder: Path, wheel: _Wheel) -> tuple[str, ...]:
         _compile(_generate(missing.symbols, wheel.version), libraries, build)
         manifest = {"symbols": len(missing.symbols), "sha256": {n: _digest(build / n) for n in libraries}}
         (build / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        with contextlib.suppress(FileNotFoundError):  # what is there is broken
-            folder.rename(Path(scratch) / "old")
         try:
             build.rename(folder)
-        except OSError:  # without the lock, another builder can come first
+        except OSError:  # something is there: another builder's, where nothing can be locked, or a broken one
             if _cached(folder) is None:
-                raise
+                folder.rename(Path(scratch) / "old")
+                build.rename(folder)
     return tuple(libraries)
 
 

@@ -285,6 +285,7 @@ class Hooks:
             patches_info=manager.patches_info,
             make_patch=patch_class,
             own_files=[str(own.get("__file__"))],
+            make_stand_in=own["dummy_function_wrapper"],
         )
         self.registries.append(registry)
         guard = self._guard

@@ -129,6 +129,7 @@ class Engine:
         self._lifted_steps: list[Step] = []
         self._pool: dict[str, types.ModuleType] = {}
         self._holders: list[types.ModuleType] = []
+        self._created: set[Key] = set()  # slots of names that exist only because they were patched
         self._watch = ModuleWatch()
         self._transaction: Transaction | None = None
 
@@ -168,10 +169,11 @@ class Engine:
             list(self._lifted_steps),
             dict(self._pool),
             list(self._holders),
+            set(self._created),
         )
 
     def _restore_state(self, state: tuple[Any, ...]) -> None:
-        self.ledger, self.applied, self._steps, self._lifted_steps, self._pool, self._holders = state
+        self.ledger, self.applied, self._steps, self._lifted_steps, self._pool, self._holders, self._created = state
         # Modules that arrived meanwhile are looked at again next time.
         self._watch.forget()
 
@@ -224,8 +226,8 @@ class Engine:
                     self._drifted(record, raw, overwrite=True)
                     if key in self.ledger:
                         self._write(record.slot, record.before, record.before)
-                elif record.before is MISSING and record.slot.is_module_level:
-                    if self._pool.get(raw.__name__ if is_module(raw) else "") is not raw:
+                elif key in self._created or record.slot.owner is sys.modules or self._is_dummy(raw):
+                    if key in self._created:
                         self._write(record.slot, None, MISSING)
                 else:
                     self._write(record.slot, record.before, record.before)
@@ -246,7 +248,7 @@ class Engine:
                 for path in a.dummies:
                     needed |= set(self._dummy_keys(path))
             for key, record in reversed(list(self.ledger.items())):
-                if record.before is MISSING and record.slot.is_module_level and key not in needed:
+                if key not in needed and (key in self._created or self._is_dummy(record.after)):
                     self._put_back(key, str(record.slot))
             self._lifted_steps = []
 
@@ -306,6 +308,7 @@ class Engine:
             # Aliases found by that last look were put straight to their originals.
             self.ledger.clear()
             self._pool.clear()
+            self._created.clear()
             self._watch.forget()
             return transaction.changes[first_change:]
 
@@ -357,7 +360,10 @@ class Engine:
             raw = self._after_steps(slot, origin)
             base = slot.value(raw)
             if base is MISSING:
+                base = provided_lazily(slot)
+            if base is MISSING:
                 base, created = self._absent(slot, entry), True
+                self._created.add(slot.key)
         if (
             before is not None
             and before.base is base
@@ -471,6 +477,8 @@ class Engine:
             steps = new_by_name.get(name, [])
             record = self.ledger.get(key)
             target = own.get(key)
+            if target is None and record is not None and record.before is MISSING:
+                return  # a stand-in module in its parent: made by us, alias of nothing
             if target is not None:
                 origin = record.before if record is not None else raw
                 new = target.final
@@ -510,6 +518,7 @@ class Engine:
             slot.write(new)
         if new is before:
             self.ledger.pop(slot.key, None)
+            self._created.discard(slot.key)
         else:
             self.ledger[slot.key] = Record(slot, before, new)
 
@@ -554,6 +563,9 @@ class Engine:
             self._write(Slot(sys.modules[parent], child), module, MISSING)
         return module
 
+    def _is_dummy(self, value: Any) -> bool:
+        return is_module(value) and any(value is dummy for dummy in self._pool.values())
+
     def _dummy_keys(self, path: str) -> Iterator[Key]:
         yield (id(sys.modules), path)
         parent, _, child = path.rpartition(".")
@@ -594,6 +606,30 @@ def dummy_function(name: str) -> Callable[..., Any]:
         raise RuntimeError(f"function {name} does not exist: it was made up as a stand-in")
 
     return dummy_function
+
+
+def provided_lazily(slot: Slot) -> Any:
+    """What the target's own module gives for a name that is not in its dictionary, or `MISSING`.
+
+    Asked only of modules that have a ``__getattr__``, and only for the name that was registered: what
+    ``from module import name`` would give, which is what a wrapper is to wrap.
+
+    Raises:
+        TargetError: the module's ``__getattr__`` failed with something else than AttributeError.
+    """
+    if not (slot.is_module_level and is_module(slot.owner)):
+        return MISSING
+    lazy = "__getattr__" in module_dict(slot.owner) or any(
+        "__getattr__" in vars(cls) for cls in type(slot.owner).__mro__
+    )
+    if not lazy:
+        return MISSING
+    try:
+        return getattr(slot.owner, slot.name)
+    except AttributeError:
+        return MISSING
+    except Exception as error:
+        raise TargetError(f"target {slot}: reading it failed: {type(error).__name__}: {error}.") from error
 
 
 def refers_to(value: Any, inner: Any, depth: int = 4) -> bool:

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from patchguard.errors import PatchError
+from patchguard.version import __version__
 
 __all__ = ["Journal", "describe", "structlog_sink"]
 
@@ -503,8 +504,8 @@ class Journal:
     """Keeps the latest events and hands each one to the console, a file and a callable.
 
     Every event is a dictionary with ``event``, ``level``, ``timestamp`` (ISO 8601, UTC), ``seq`` (from 1),
-    ``rank``, ``local_rank`` where the launcher sets one, ``pid``, ``node`` (the machine's name), whatever was
-    bound with `bind`, and the event's own fields as `describe` renders them.
+    ``rank``, ``local_rank`` where the launcher sets one, ``pid``, ``node`` (the machine's name), ``patchguard``
+    (its version), whatever was bound with `bind`, and the event's own fields as `describe` renders them.
 
     Safe to use from several threads and across `os.fork`. An event that a sink emits while it handles one is
     kept, but not handed to the sinks.
@@ -538,16 +539,14 @@ class Journal:
         self._sequence = itertools.count(1)
         self._node = _node()
         self._inside = threading.local()
-        package = sys.modules.get("patchguard")
-        version = vars(package).get("__version__") if package is not None else None
-        self._bound: dict[str, Any] = {} if version is None else {"patchguard": describe(version)}
+        self._bound: dict[str, Any] = {"patchguard": __version__}
 
         faults: list[str] = []
         self._threshold = _threshold(level, faults)
         self._all_ranks = _all_ranks(faults)
         self._sinks: dict[str, Callable[[dict[str, Any], int], None]] = {}
         self._files: _Files | None = None
-        # The file first: an event is on disk before a blocked console or a foreign callable sees it.
+        # The file first: a warning is on disk before a console that blocks or a callable that hangs gets it.
         directory = directory if directory is not None else os.environ.get("PATCHGUARD_LOG_DIR") or None
         if directory is not None:
             self._files = self._sinks["file"] = _Files(Path(directory))

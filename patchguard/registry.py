@@ -99,6 +99,7 @@ class Registry:
         patches_info: the dictionary of ``Patch`` objects by target, shared with the host.
         make_patch: ``(target, new_func, create_dummy) -> Patch``; the embedded one by default.
         own_files: source files that call sites never point into (the host's registry).
+        make_stand_in: what is registered for ``new_func=None``; gets the target.
     """
 
     def __init__(
@@ -108,12 +109,14 @@ class Registry:
         patches_info: MutableMapping[str, Any] | None = None,
         make_patch: Callable[[str, Any, bool], Any] | None = None,
         own_files: Iterable[str] = (),
+        make_stand_in: Callable[[str], Any] | None = None,
     ) -> None:
         self.name = name
         self.patches_info: MutableMapping[str, Any] = {} if patches_info is None else patches_info
         self._guard = guard
         self._make_patch = make_patch or (lambda target, func, dummy: Patch(self, target, func, dummy))
         self.own_files = frozenset(own_files)
+        self._make_stand_in = make_stand_in or stand_in
         self._known: weakref.WeakKeyDictionary[Any, list[Registration]] = weakref.WeakKeyDictionary()
         self._held: list[tuple[Any, Registration]] = []
         self._count = 0
@@ -145,6 +148,8 @@ class Registry:
                     self.patches_info[orig_func_name] = self._make_patch(orig_func_name, new_func, create_dummy)
             elif new_func is not None:
                 patch.set_patch_func(new_func, force_patch)
+            elif patch.patch_func is None and not patch.wrappers:
+                patch.set_patch_func(self._make_stand_in(orig_func_name), force_patch)
 
     def remove_wrappers(self, orig_func_name: str, wrappers_name: Any, remove_check: bool = True) -> None:
         """Forget wrappers of a target by their ``__name__``.

@@ -31,9 +31,7 @@ WHY_NOT = "stand-ins are built with a C compiler (cc or gcc on PATH) and pyelfto
 needs_build = pytest.mark.skipif(not CAN_BUILD, reason=WHY_NOT)
 
 
-def compile_library(
-    path: Path, source: str, *, soname: str | None = None, link: tuple[Path, ...] = ()
-) -> Path:
+def compile_library(path: Path, source: str, *, soname: str | None = None, link: tuple[Path, ...] = ()) -> Path:
     """A shared object from C that needs the libraries in ``link``."""
     assert COMPILER is not None
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,10 +139,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         int call_optional(void) {{ return optional ? 1 : 0; }}
     """
     compile_library(root / "torch_npu/lib/libtorch_npu.so", source, link=(ascendcl, hccl, torch_cpu))
+    # Takes a symbol of CANN's without naming a library of CANN's, as the real one does.
+    profiler = "int aclAppLog(void); int call_log(void) { return aclAppLog(); }"
+    compile_library(root / "torch_npu/lib/libnpu_profiler.so", profiler)
     (root / "torch_npu/__init__.py").write_text(
         "import ctypes, pathlib\n"
         "here = pathlib.Path(__file__).parent\n"
         "ctypes.CDLL(str(here.parent / 'torch/lib/libtorch_cpu.so'))\n"
+        "profiler = ctypes.CDLL(str(here / 'lib/libnpu_profiler.so'))\n"
         "library = ctypes.CDLL(str(here / 'lib/libtorch_npu.so'))\n"
     )
     for name, version in (("torch_npu", "9.9.0"), ("torch", "9.9.1")):
@@ -177,8 +179,8 @@ def test_reading_tells_undefined_from_defined_weak_and_versioned(tmp_path: Path)
     needed = compile_library(tmp_path / "libneeded.so", "int provided(void) { return 0; }")
     path = compile_library(
         tmp_path / "file.so",
-        "int wanted(void); extern int maybe(void) __attribute__((weak)); int printf(const char *, ...);"
-        'int here(void) { printf(""); return wanted() + (maybe ? 1 : 0); }',
+        "int wanted(void); extern int maybe(void) __attribute__((weak)); int puts(const char *);"
+        'int here(void) { puts("text"); return wanted() + (maybe ? 1 : 0); }',
         soname="libnamed.so",
         link=(needed,),
     )
@@ -187,7 +189,7 @@ def test_reading_tells_undefined_from_defined_weak_and_versioned(tmp_path: Path)
     assert "libneeded.so" in read.needed
     assert read.undefined == {"wanted"}
     assert "here" in read.defined
-    assert not {"wanted", "maybe", "printf"} & read.defined
+    assert not {"wanted", "maybe", "puts"} & read.defined
 
 
 @needs_build
@@ -331,6 +333,7 @@ print(json.dumps({
     "status": status.as_dict(),
     "init": library.call_aclInit(),
     "hccl": library.call_HcclSetConfig(),
+    "log": torch_npu.profiler.call_log(),
     "desc": library.call_aclCreateTensorDesc(),
     "count": library.call_count(),
     "text": library.call_text().decode(),
@@ -349,6 +352,7 @@ print(json.dumps({
     assert got == {
         "init": NO_DEVICE,
         "hccl": NO_DEVICE,
+        "log": NO_DEVICE,
         "desc": 0,
         "count": 0,
         "c++": NO_DEVICE,
@@ -465,6 +469,7 @@ print(json.dumps(torch_npu.library.call_count()))
 
 def test_the_cache_is_used_without_compiler_or_pyelftools(host: Host) -> None:
     folder = folder_of(host.enable())
+    (folder.parent / ".lock").unlink()
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     state = host.ask(
         "import json, sys; sys.modules['elftools'] = None\n"
@@ -473,6 +478,7 @@ def test_the_cache_is_used_without_compiler_or_pyelftools(host: Host) -> None:
     )
     assert state == "enabled"
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "nothing written beside it either"
 
 
 def truncate(folder: Path) -> None:
@@ -501,22 +507,16 @@ def become_a_file(folder: Path) -> None:
     folder.write_text("")
 
 
-@pytest.mark.parametrize(
-    "damage", [truncate, lose_library, lose_manifest, cut_manifest, empty_manifest, become_a_file]
-)
+@pytest.mark.parametrize("damage", [truncate, lose_library, lose_manifest, cut_manifest, empty_manifest, become_a_file])
 def test_a_damaged_cache_is_rebuilt(host: Host, damage: Any) -> None:
     folder = folder_of(host.enable())
     damage(folder)
     assert cannless._cached(folder) is None
-    code = (
-        "import patchguard.cannless as c; c.enable(); import torch, json; print(json.dumps(c.status().state))"
-    )
+    code = "import patchguard.cannless as c; c.enable(); import torch, json; print(json.dumps(c.status().state))"
     assert host.ask(code) == "enabled"
     assert host.compiled() == 4
     assert cannless._cached(folder) == ("libascendcl.so", "libhccl.so")
-    assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name], (
-        "nothing left behind"
-    )
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name], "nothing left behind"
 
 
 def test_processes_at_once_build_once_and_all_work(host: Host) -> None:
@@ -537,7 +537,7 @@ def test_without_locks_a_builder_that_comes_second_takes_what_is_there(host: Hos
     # While the first one compiles, another process builds and puts its folder in place.
     done = host.run(
         """
-import subprocess, sys
+import os, subprocess, sys
 import patchguard.cannless as c
 
 def no_locks(*_):
@@ -545,14 +545,18 @@ def no_locks(*_):
 
 c.fcntl.flock = no_locks
 compile_, inner = c._compile, "import patchguard.cannless as c; c.fcntl.flock = lambda *_: None; c.enable()"
+folder = c.status().cache
 
 def compile_late(*args):
     compile_(*args)
     subprocess.run([sys.executable, "-c", inner], check=True)
+    global there
+    there = os.stat(folder).st_ino
 
 c._compile = compile_late
-c.enable()
+assert c.enable().cache == folder
 import torch
+assert os.stat(folder).st_ino == there, "a sound folder was replaced under its users"
 """
     )
     assert done.returncode == 0, done.stderr

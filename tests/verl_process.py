@@ -8,9 +8,9 @@ In a process of its own, since MindSpeed cannot be un-imported:
 >>> engine = verl_process.load()    # verl.workers.engine.mindspeed.transformer_impl
 >>> engine._mindspeed_repatch(verl_process.engine_config({"use_flash_attn": True}))
 
-`prepare` is `set_up` and `load` in one. ``python verl_process.py VERSION CONFIG ...`` runs each CONFIG (a JSON
-object, the ``override_transformer_config``) through verl's ``_mindspeed_repatch`` in turn, unguarded, and
-prints one JSON report.
+`prepare` is `set_up` and `load` in one. ``python verl_process.py VERSION CONFIG ...`` runs each CONFIG (a
+JSON object, the ``override_transformer_config``) through verl's ``_mindspeed_repatch`` in turn, unguarded,
+and prints one JSON report.
 
 Where things come from
     verl: the environment, or the folder ``$PATCHGUARD_VERL/<version>`` (by default
@@ -20,12 +20,13 @@ Where things come from
     ``~/.cache/patchguard/hosts/<host>``).
     The rest (torch, torch_npu, transformers 5.5.3 to 5.10, tensordict, ray, hydra, ...): the environment.
 
-`StandIns` answers for torchvision, and for ``acl`` and ``batch_invariant_ops``, which come with CANN. Nothing of
-torchvision is called here, but without it MindSpeed's unguarded ``hasattr`` on every module makes the lazy
-modules of transformers raise, and MindSpeed does not import. A stand-in is the last resort: what is installed wins.
+`StandIns` answers for torchvision, and for ``acl`` and ``batch_invariant_ops``, which come with CANN. Nothing
+of torchvision is called here, but without it MindSpeed's unguarded ``hasattr`` on every module makes the lazy
+modules of transformers raise, and MindSpeed does not import. A stand-in is the last resort: what is installed
+wins.
 
-Unguarded, each pass also makes transformers log tens of thousands of warnings; ``TRANSFORMERS_VERBOSITY=error`` in
-the environment silences them.
+Unguarded, each pass also makes transformers log tens of thousands of warnings; ``TRANSFORMERS_VERBOSITY=error``
+in the environment silences them.
 """
 
 from __future__ import annotations
@@ -142,8 +143,9 @@ def _dummy(path: str) -> type:
 class StandIns(MetaPathFinder, Loader):
     """Serves empty packages for modules that are not installed.
 
-    Names in ``empty`` have no attributes at all. In ``dummies`` every attribute is there, as an empty class that
-    may be subclassed, annotated with and used as a key; it does not become an entry of the module's dictionary.
+    Names in ``empty`` have no attributes at all. In ``dummies`` every attribute is there, as an empty class
+    that may be subclassed, annotated with and used as a key; it does not become an entry of the module's
+    dictionary.
     """
 
     def __init__(self, dummies: Sequence[str] = (), empty: Sequence[str] = ()) -> None:
@@ -191,9 +193,9 @@ def _bare_command_line() -> Iterator[None]:
 def set_up(version: str | None = None, host: str = HOST) -> None:
     """Make the imports work that `load` does; imports neither torch nor MindSpeed.
 
-    ``version`` is the verl release wanted; None takes the environment's. Raises `RuntimeError` when something is
-    not there (the message is `missing`'s) or torch is already imported, `patchguard.errors.HostError` when the
-    CANN stand-ins cannot be built.
+    ``version`` is the verl release wanted; None takes the environment's. Raises `RuntimeError` when something
+    is not there (the message is `missing`'s) or torch is already imported, `patchguard.errors.HostError` when
+    the CANN stand-ins cannot be built.
     """
     reason = missing(version, host)
     if reason is not None:
@@ -221,9 +223,7 @@ def load(mindspeed_first: bool = True) -> Any:
             importlib.import_module("mindspeed.megatron_adaptor")
         engine = importlib.import_module(ENGINE)
     if engine.repatch is None:
-        raise RuntimeError(
-            "verl could not import MindSpeed's repatch; import mindspeed.megatron_adaptor to see why"
-        )
+        raise RuntimeError("verl could not import MindSpeed's repatch; import mindspeed.megatron_adaptor to see why")
     return engine
 
 
@@ -259,7 +259,7 @@ def dict_config(overrides: Mapping[str, Any] | None = None, **fields: Any) -> An
 
 
 def trainer_config(overrides: Mapping[str, Any] | None = None, **fields: Any) -> Any:
-    """`dict_config` made a ``McoreEngineConfig`` by verl's own conversion: what a trainer hands its engine."""
+    """`dict_config` made a ``McoreEngineConfig`` by verl's own conversion: what a trainer passes on."""
     convert = importlib.import_module("verl.utils.config").omega_conf_to_dataclass
     return convert(dict_config(overrides, **fields))
 
@@ -286,13 +286,13 @@ def bound(target: str) -> str:
 def run(engine: Any, config: Any) -> dict[str, Any]:
     """One ``_mindspeed_repatch(config)``: its error if any, the patches then applied, who has attention."""
     manager = sys.modules["mindspeed.patch_utils"].MindSpeedPatchesManager
-    started = time.perf_counter()
+    started = time.process_time()
     error = None
     try:
         engine._mindspeed_repatch(config)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     patches = manager.patches_info.values()
     return {
         "error": error,
@@ -300,7 +300,7 @@ def run(engine: Any, config: Any) -> dict[str, Any]:
         "applied": sum(1 for patch in patches if patch.is_applied),
         "attention": {target: bound(target) for target in ATTENTION_TARGETS},
         "modules": len(sys.modules),
-        "seconds": round(seconds, 3),
+        "cpu_seconds": round(seconds, 3),
     }
 
 
@@ -309,9 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("version", help="verl release, or 'installed'")
     parser.add_argument("config", nargs="+", help="JSON object, or 'conflict' for verl_process.CONFLICT")
-    parser.add_argument(
-        "--form", choices=sorted(FORMS), default="dataclass", help="shape of the engine config"
-    )
+    parser.add_argument("--form", choices=sorted(FORMS), default="dataclass", help="shape of the engine config")
     parser.add_argument("--verl-first", action="store_true", help="verl's own import order")
     options = parser.parse_args(argv)
     overrides = [dict(CONFLICT) if text == "conflict" else json.loads(text) for text in options.config]
@@ -319,12 +317,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = str(Path(__file__).resolve().parent.parent)
     if importlib.util.find_spec("patchguard") is None:
         sys.path.append(root)
-    started = time.perf_counter()
+    started = time.process_time()
     set_up(None if options.version == "installed" else options.version)
     engine = load(mindspeed_first=not options.verl_first)
     report: dict[str, Any] = {
         "verl": sys.modules["verl"].__version__,
-        "import": {"modules": len(sys.modules), "seconds": round(time.perf_counter() - started, 3)},
+        "import": {"modules": len(sys.modules), "cpu_seconds": round(time.process_time() - started, 3)},
         "start": {target: bound(target) for target in ATTENTION_TARGETS},
         "repatches": [run(engine, FORMS[options.form](each)) for each in overrides],
     }
