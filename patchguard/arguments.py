@@ -96,6 +96,8 @@ class _Boolean(ArgumentType):
                 return word in _TRUE
         elif isinstance(value, int) and not isinstance(value, enum.Enum) and value in (0, 1):
             return value == 1
+        elif type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+            return bool(value)
         raise _RefusedError(value, "is not a truth value", "Use true or false (or 1/0, yes/no, on/off).")
 
     def _holds(self, value: object) -> bool:

@@ -264,7 +264,7 @@ class Step:
     Attributes:
         name: short and stable, for machines.
         title: what is done.
-        happened: what came of it, in words.
+        happened: what came of it, in words; what was expected, where it failed.
         evidence: the values behind it, JSON-able.
         ok: whether it is as it should be.
     """
@@ -274,6 +274,11 @@ class Step:
     happened: str
     evidence: Mapping[str, Any]
     ok: bool
+
+    @classmethod
+    def checked(cls, name: str, title: str, claim: str, evidence: Mapping[str, Any], ok: bool) -> Step:
+        """A step that shows ``claim``, if ``ok``."""
+        return cls(name, title, claim if ok else f"failed, expected: {claim}", evidence, ok)
 
 
 @dataclass(frozen=True)
@@ -343,16 +348,19 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     first = guard.repatch(BOTH)
     winner = bound()
     explanation = _without_site(guard.explain(TARGET))
-    lost = first.suppressed.get(TARGET, ())
+    # The rule keeps the loser from registering, by its argument.
+    kept_out = [change for change in guard.plan().arguments if change.rule.name == RULE]
+    suppressed = [name for change in kept_out for name in change.rule.over]
     steps.append(
-        Step(
+        Step.checked(
             "conflict",
             "guarded repatch, both features on",
             "no error: batch-invariant attention is bound, fused attention is kept out",
             {
                 "winner": explanation.winner.provider if explanation.winner else None,
-                "suppressed": [entry.provider for entry in lost],
-                "rule": explanation.rule,
+                "suppressed": suppressed,
+                "rule": kept_out[0].rule.name if kept_out else None,
+                "reason": kept_out[0].rule.reason if kept_out else None,
                 "arguments": dict(first.arguments),
                 "bound": qualified_name(winner),
                 "fingerprint": first.fingerprint,
@@ -360,7 +368,8 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
             winner is batch_invariant_forward
             and explanation.winner is not None
             and explanation.winner.provider == "BatchInvariantFeature"
-            and [(entry.provider, entry.rule) for entry in lost] == [("FusionAttentionFeature", RULE)],
+            and suppressed == ["FusionAttentionFeature"]
+            and dict(first.arguments) == {"use_flash_attn": False},
         )
     )
 
@@ -368,7 +377,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     difference = _difference(batch, eager)
     equal = [torch.equal(batch[:, i : i + 1], inputs.output(i)) for i in range(BATCH)]
     steps.append(
-        Step(
+        Step.checked(
             "attention",
             "attention through Megatron's own module",
             "equals eager attention; each row has the same bits alone and in the batch",
@@ -385,7 +394,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
 
     again = guard.repatch(BOTH)
     steps.append(
-        Step(
+        Step.checked(
             "idempotent",
             "the same repatch again",
             "nothing to do: the same function object stays bound",
@@ -405,7 +414,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     guard.repatch({})
     empty = bound()
     steps.append(
-        Step(
+        Step.checked(
             "switch",
             "other configs: fused only, both again, none",
             "each config gets its function, whatever came before",
@@ -429,7 +438,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     guard.uninstall()
     restored = bound() is original
     steps.append(
-        Step(
+        Step.checked(
             "uninstall",
             "uninstall with both features in force",
             "Megatron's own function object is back",
@@ -454,7 +463,7 @@ def _unguarded(features: tuple[Feature, ...]) -> Step:
             feature.register_patches(registry, args)
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return Step(
+    return Step.checked(
         "unguarded",
         "both features, one replacement a target (MindSpeed's rule)",
         "the second registration fails",

@@ -7,6 +7,7 @@ a pair that belongs together. Checkouts live under ``$PATCHGUARD_HOSTS``, by def
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -62,15 +63,13 @@ class HostCheckout:
 
 
 def find_hosts() -> list[HostCheckout]:
-    """All host checkouts under `HOSTS_ROOT`: the known names first, in their order, then any others by name."""
+    """All host checkouts under `HOSTS_ROOT`: the known names in their order, then any others by name."""
     if not HOSTS_ROOT.is_dir():
         return []
     folders = [p for p in HOSTS_ROOT.iterdir() if (p / "mindspeed").is_dir() and (p / "megatron").is_dir()]
     known = {name: rank for rank, name in enumerate(HOST_NAMES)}
     folders.sort(key=lambda p: (known.get(p.name, len(known)), p.name))
-    return [
-        HostCheckout(p.name, p, _declared_version(p / "setup.py"), (p / "mindspeed_llm").is_dir()) for p in folders
-    ]
+    return [HostCheckout(p.name, p, _declared_version(p / "setup.py"), (p / "mindspeed_llm").is_dir()) for p in folders]
 
 
 def _declared_version(setup: Path) -> str:
@@ -82,8 +81,8 @@ def _declared_version(setup: Path) -> str:
 def host_params(select: Callable[[HostCheckout], bool] = lambda _: True) -> pytest.MarkDecorator:
     """Parametrize a test's ``checkout`` argument by every host checkout that *select* accepts.
 
-    What cannot run is a skipped case that says why: there is no checkout at all, none that *select* accepts, or
-    a package that the host needs is not installed.
+    What cannot run is a skipped case that says why: there is no checkout at all, none that *select* accepts,
+    or a package that the host needs is not installed.
     """
     hosts = find_hosts()
     chosen = [host for host in hosts if select(host)]
@@ -197,10 +196,8 @@ def _run(command: list[str], cwd: Path, env: dict[str, str], timeout: float) -> 
             code = None
         finally:
             # Ends whatever the script started and left behind as well.
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
             process.wait()
         texts = []
         for stream in (out, err):

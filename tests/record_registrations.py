@@ -12,24 +12,25 @@ A recording of one host holds
     Megatron's arguments that ``"base": true`` configs have besides MindSpeed's defaults.
 ``registrations``
     A table of every distinct registration: what a feature passed to ``register_patch``, and in which phase.
-    ``order`` in a config's list is the order of the calls. ``fresh`` marks a function that its feature
-    makes anew each time it registers.
+    ``fresh`` marks a function that its feature makes anew each time it registers.
 ``alone``
     For each feature, with nothing but the argument of its name set: its own registrations, and the same about
     them as in a config. Features left out: see `NEVER`.
 ``configs``
-    For each config: which registrations (indices), the ones MindSpeed refuses (``refused``: index and message),
-    arguments that features changed (``args_after``), environment variables and module attributes that they
-    changed (``writes``), and features that failed (``errors``).
+    For each config: its registrations (indices, in the order of the calls), the ones that MindSpeed refuses
+    (``refused``: index, place in that list, message), arguments that features changed (``args_after``),
+    environment variables and attributes of modules and torch classes that they changed (``writes``), and
+    features that failed (``errors``).
 ``slots``
-    What each target names before any patch (see `survey_slot`), with ``also``: other targets that are the same
-    slot or hold the same object.
+    What each target names before any patch (see `survey_slot`), and other targets that are the same slot
+    (``same_slot``) or hold the same object (``same_object``).
 ``targets_at_import``
     ``patches_info`` after a plain import: target, replacement, wrappers, what was bound in the end.
 ``unguarded``
-    What MindSpeed's own repatch does: ``conflict`` with the conflicting config and afterwards with an empty one,
-    ``leak`` with an empty config before and after another. ``active`` counts targets that have a replacement or
-    wrappers, ``applied`` those among them that are marked as applied.
+    What MindSpeed's own repatch does: ``conflict`` with the conflicting config and afterwards with an empty
+    one, ``leak`` with an empty config before and after another. After each: how many targets MindSpeed knows,
+    how many have a replacement or wrappers (``registered``), how many hold something else than their original
+    (``patched``).
 
 The functions whose names start with ``in_host_`` run inside a host process, where neither pytest nor this
 suite's other modules are to be imported.
@@ -91,8 +92,14 @@ PAIRS: dict[str, list[dict[str, Any]]] = {
 }
 """Pairs of arguments that make two features of that host replace one target."""
 
-ALONE = ("multi_head_latent_attention", "unaligned_linear", "swap_optimizer", "moe_fb_overlap", "use_torch_fsdp2")
-"""Features recorded alone: with some Megatron versions they import names which are no longer there."""
+SINGLES = (
+    "multi_head_latent_attention",
+    "unaligned_linear",
+    "swap_optimizer",
+    "moe_fb_overlap",
+    "use_torch_fsdp2",
+)
+"""Arguments recorded as a config of their own, with every feature's registrations beside theirs."""
 
 NEVER = frozenset({"smart_swap"})
 """Features that are not recorded: this one waits for a lock while registering."""
@@ -124,7 +131,7 @@ BASE: dict[str, Any] = {
     "tokenizer_type": None,
     "multi_latent_attention": False,
 }
-"""Megatron arguments, set where MindSpeed declares none of that name, so that features find what they read."""
+"""Megatron arguments, set where MindSpeed declares none of that name: features read them."""
 
 PACKAGES = ("torch", "torch_npu", "transformers", "triton", "numpy", "peft")
 
@@ -140,20 +147,21 @@ def configs_of(host: str, has_llm: bool) -> list[Config]:
     ]
     if has_llm:
         return configs
-    configs += [
-        {"name": "+".join(k if v is True else f"{k}={v}" for k, v in pair.items()), "config": pair, "base": True}
-        for pair in PAIRS.get(host, _COMMON_PAIRS)
-    ]
-    configs += [{"name": name, "config": {name: True}, "base": True} for name in ALONE]
+    for pair in PAIRS.get(host, _COMMON_PAIRS):
+        name = "+".join(key if value is True else f"{key}={value}" for key, value in pair.items())
+        configs.append({"name": name, "config": pair, "base": True})
+    configs += [{"name": name, "config": {name: True}, "base": True} for name in SINGLES]
     return configs
 
 
-# ---------------------------------------------------------------------------------------- inside a host process
+# ---------------------------------------------------------------------------------- inside a host process
 
 
 class RecordingRegistry:
-    """Stands in for ``MindSpeedPatchesManager``: writes down each call, judges it by MindSpeed's rules, applies
-    nothing."""
+    """Stands in for ``MindSpeedPatchesManager``: writes down each call and MindSpeed's verdict on it.
+
+    Nothing is applied, and a refused registration does not raise.
+    """
 
     def __init__(self, patch_type: Callable[..., Any]) -> None:
         self.calls: list[tuple[dict[str, Any], Any]] = []
@@ -166,7 +174,7 @@ class RecordingRegistry:
     def register_patch(
         self, orig_func_name: str, new_func: Any = None, force_patch: bool = False, create_dummy: bool = False
     ) -> None:
-        """Same signature as MindSpeed's; a refused registration is recorded and does not raise."""
+        """Write it down; same signature as MindSpeed's."""
         name = getattr(new_func, "__name__", "")
         wraps = isinstance(name, str) and name.endswith(("wrapper", "decorator"))
         record = {
@@ -226,7 +234,7 @@ def scrub(text: str) -> str:
 
     for entry in sorted((p for p in sys.path if len(p) > 1), key=len, reverse=True):
         text = text.replace(entry, "<path>")
-    for entry in (sys.prefix, sys.base_prefix, str(Path.home()), os.getcwd()):
+    for entry in (sys.prefix, sys.base_prefix, str(Path.home()), str(Path.cwd())):
         text = text.replace(entry, "<path>")
     return re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
 
@@ -252,7 +260,7 @@ def in_host_default_arguments(has_llm: bool) -> argparse.Namespace:
 
 
 def in_host_arguments(config: Config, has_llm: bool) -> argparse.Namespace:
-    """The arguments that *config* gives: defaults, then `BASE` where asked for and missing, then the config."""
+    """The arguments that *config* gives: defaults, `BASE` where asked for and missing, the config itself."""
     args = in_host_default_arguments(has_llm)
     if config["base"]:
         for key, value in BASE.items():
@@ -272,7 +280,7 @@ def in_host_config(config: Config) -> Config:
 
 
 class World:
-    """Every module attribute there is, and torch's classes: to see, and take back, what features write to them."""
+    """Every module attribute there is, and torch's classes: to see and take back what features write to them."""
 
     def __init__(self) -> None:
         import torch
@@ -284,17 +292,18 @@ class World:
         self._before = [(owner, dict(vars(owner))) for owner in owners]
 
     def undo(self) -> list[str]:
-        """The paths of attributes and environment variables that differ now, which are as they were afterwards.
+        """Put everything back, and say which attributes and environment variables were not as before.
 
-        Names that a module did not have are no difference (imports make such), names that a class did not have
-        are.
+        Names that a module did not have are left alone, since imports make such; names that a class did not
+        have are not.
         """
         found = []
         for owner, before in self._before:
             path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
             now = dict(vars(owner))
             for name, value in now.items():
-                if name.startswith("__") or (value is before[name] if name in before else owner not in self._classes):
+                same = value is before[name] if name in before else owner not in self._classes
+                if same or name.startswith("__"):
                     continue
                 found.append(f"{path}.{name}")
                 if name in before:
@@ -340,7 +349,7 @@ class Table:
 def in_host_collect(
     config: Config, features: list[Any], table: Table, has_llm: bool, patch_type: Callable[..., Any]
 ) -> dict[str, Any]:
-    """What *features* register, in both phases, with the arguments that *config* gives; nothing is applied."""
+    """What *features* register, in both phases, with the arguments that *config* gives."""
     args = in_host_arguments(config, has_llm)
     before = {key: plain(value) for key, value in vars(args).items()}
     world = World()
@@ -358,9 +367,10 @@ def in_host_collect(
                 errors.append({"phase": phase, "feature": type(feature).__name__, "error": message})
     after = {key: plain(value) for key, value in vars(args).items()}
     indices = [table.add(record, function) for record, function in registry.calls]
+    refused = [{"registration": indices[i], "position": i, "message": text} for i, text in registry.refused]
     return {
         "registrations": indices,
-        "refused": [{"registration": indices[i], "position": i, "message": text} for i, text in registry.refused],
+        "refused": refused,
         "args_after": {k: v for k, v in after.items() if k not in before or before[k] != v},
         "writes": world.undo(),
         "errors": errors,
@@ -382,9 +392,8 @@ def in_host_record(configs: list[Config], has_llm: bool) -> dict[str, Any]:
     ]
     features = list(manager.FEATURES_LIST)
     table = Table()
-    recorded = [
-        {**config, **in_host_collect(config, features, table, has_llm, patch_utils.Patch)} for config in configs
-    ]
+    patch_type = patch_utils.Patch
+    recorded = [{**c, **in_host_collect(c, features, table, has_llm, patch_type)} for c in configs]
     alone = []
     for feature in features:
         name = feature.feature_name
@@ -393,7 +402,7 @@ def in_host_record(configs: list[Config], has_llm: bool) -> dict[str, Any]:
         config = {"config": {name: True}, "base": True}
         # Twice: a function that is made anew each time shows only then.
         for _ in range(2):
-            found = in_host_collect(config, [feature], table, has_llm, patch_utils.Patch)
+            found = in_host_collect(config, [feature], table, has_llm, patch_type)
         found = {key: value for key, value in found.items() if value}
         alone.append({"feature": type(feature).__name__, "feature_name": name, **found})
     return {
@@ -447,18 +456,25 @@ def in_host_declared(manager: Any) -> Iterator[dict[str, Any]]:
             entry["const"] = plain(action.const)
         yield entry
     for name, value in parser._defaults.items():
-        yield {"name": name, "flags": [], "action": "set_defaults", "type": None, "nargs": None,
-               "default": plain(value), "choices": None}
+        yield {
+            "name": name,
+            "flags": [],
+            "action": "set_defaults",
+            "type": None,
+            "nargs": None,
+            "default": plain(value),
+            "choices": None,
+        }
 
 
 def survey_slot(target: str) -> tuple[dict[str, Any], Any, Any]:
-    """What *target* names right now, found without creating anything: its facts, its owner and its value.
+    """What *target* names right now: the facts about it, its owner and its value. Creates nothing.
 
-    Facts: ``owner`` (``module``, ``class``, ``missing`` or another type name), ``value`` (``function``, ``class``,
-    ``builtin``, ``none``, ``missing``, ... of what is found), ``raw`` (``staticmethod``, ``classmethod``,
-    ``property``, ... where the class entry is a descriptor of that sort), ``inherited`` (the class which has the
-    entry, where that is not the owner), ``path`` (where the owner is really defined, if not where the target
-    says). The owner's and value's places are None where missing.
+    Facts: ``owner`` (``module``, ``class``, ``missing`` or another type name), ``value`` (what is found:
+    ``function``, ``class``, ``builtin``, ``none``, ``missing`` or another type name), ``raw``
+    (``staticmethod``, ``classmethod`` or ``property``, where the class entry is one), ``inherited`` (the class
+    that has the entry, where that is not the owner), ``path`` (where the owner is defined, if not where the
+    target says). Owner and value are None where they are missing.
     """
     owner_path, _, name = target.rpartition(".")
     if not owner_path:
@@ -510,8 +526,8 @@ def _importable(module: str) -> bool:
 def in_host_survey(targets: list[str], adaptor: str) -> dict[str, Any]:
     """``slots``: the facts of every target before it was patched, taken while the adaptor is imported.
 
-    Adds ``spread`` to targets whose value is a plain one: the module attributes of the same name, elsewhere, which
-    MindSpeed overwrites together with it.
+    Adds ``spread`` to targets patched at import whose value is a plain one: the other modules with an attribute
+    of the same name and value, which MindSpeed overwrites together with it.
     """
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
     slots: dict[str, dict[str, Any]] = {}
@@ -530,8 +546,8 @@ def in_host_survey(targets: list[str], adaptor: str) -> dict[str, Any]:
     def apply_patches() -> None:
         nonlocal rounds
         rounds += 1
-        # In the first round a target may lie in a stand-in module that an earlier one makes: one by one. In the
-        # second one all at once, since a class may be replaced before its members are.
+        # In the first round a target may lie in a stand-in module that an earlier one makes: one by one. In
+        # the second one all at once, since a class may be replaced before its members are.
         if rounds == 2:
             for target in [*patches.patches_info, *targets]:
                 look(target)
@@ -571,34 +587,39 @@ _PLAIN = frozenset({"none", "missing", "bool", "int", "float", "str", "tuple"})
 
 
 def in_host_repatch(names: list[str], adaptor: str) -> dict[str, Any]:
-    """What unguarded MindSpeed's repatch does with a row of configs: errors, and where each leaves the patches."""
+    """What unguarded MindSpeed's repatch does with a row of configs, and where each leaves the patches."""
     import time
 
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
     repatch = importlib.import_module(adaptor).repatch
-    known = {"default": {}, "cp2": {"context_parallel_size": 2}, "seed": SEED}
+    known: dict[str, Config] = {"default": {}, "cp2": {"context_parallel_size": 2}, "seed": SEED}
     steps, seconds = [], []
     for name in names:
         config = in_host_config(known[name])
-        start = time.perf_counter()
+        start = time.process_time()
         error = None
         try:
             repatch(config)
         except Exception as caught:
             error = scrub(f"{type(caught).__name__}: {caught}")
-        seconds.append(round(time.perf_counter() - start, 3))
-        active = [p for p in patches.patches_info.values() if p.patch_func is not None or p.wrappers]
-        steps.append({
-            "config": name,
-            "error": error,
-            "targets": len(patches.patches_info),
-            "active": len(active),
-            "applied": sum(p.is_applied for p in active),
-        })
+        seconds.append(round(time.process_time() - start, 1))
+        infos = list(patches.patches_info.values())
+        steps.append(
+            {
+                "config": name,
+                "error": error,
+                "targets": len(infos),
+                "registered": sum(p.patch_func is not None or bool(p.wrappers) for p in infos),
+                "patched": sum(
+                    p.orig_func_name is not None and getattr(p.orig_module, p.orig_func_name, None) is not p.orig_func
+                    for p in infos
+                ),
+            }
+        )
     return {"steps": steps, "seconds": seconds, "modules": len(sys.modules)}
 
 
-# ------------------------------------------------------------------------------------------------- the tool itself
+# -------------------------------------------------------------------------------------------- the tool itself
 
 
 def record(host: str) -> dict[str, Any]:
@@ -608,12 +629,12 @@ def record(host: str) -> dict[str, Any]:
     checkout = next((h for h in find_hosts() if h.name == host), None)
     if checkout is None:
         raise SystemExit(f"no host checkout named {host!r}; there are {[h.name for h in find_hosts()]}")
-    here = f"import sys; sys.path.append({str(Path(__file__).resolve().parent)!r}); import record_registrations as r\n"
+    here = "import sys\n"
+    here += f"sys.path.append({str(Path(__file__).resolve().parent)!r})\n"
+    here += "import record_registrations as r\n"
     configs = configs_of(host, checkout.has_llm)
     recording: dict[str, Any] = {"host": host}
-    recording |= run_in_host(
-        checkout, here + f"report(r.in_host_record({configs!r}, {checkout.has_llm}))", timeout=900
-    )
+    recording |= run_in_host(checkout, here + f"report(r.in_host_record({configs!r}, {checkout.has_llm}))", timeout=900)
     recording["versions"] = {"mindspeed": checkout.mindspeed_version, **recording["versions"]}
     targets = sorted({r["target"] for r in recording["registrations"]})
     survey = run_in_host(
@@ -624,11 +645,12 @@ def record(host: str) -> dict[str, Any]:
     )
     recording["slots"] = survey["slots"]
     recording["unguarded"] = {}
-    for name, row in (("conflict", ["default", "default", "seed", "default"]), ("leak", ["default", "cp2", "default"])):
+    rows = {"conflict": ["default", "default", "seed", "default"], "leak": ["default", "cp2", "default"]}
+    for name, row in rows.items():
         source = here + f"report(r.in_host_repatch({row!r}, {checkout.adaptor!r}))"
         result = run_in_host(checkout, source, timeout=900)
         recording["unguarded"][name] = result["steps"]
-        print(f"{host}: unguarded repatch {row}: {result['seconds']} s with {result['modules']} modules")
+        print(f"{host}: unguarded {row}: {result['seconds']} s of CPU, {result['modules']} modules")
     return recording
 
 
@@ -638,7 +660,7 @@ def compact(value: Any) -> str:
 
 
 def dump(recording: dict[str, Any]) -> str:
-    """*recording* as JSON in which each entry of its lists and tables is a line, so that a diff reads well."""
+    """*recording* as JSON with a line for each entry of its lists and tables, so that a diff reads well."""
     sections = []
     for key, value in recording.items():
         if isinstance(value, list):

@@ -459,6 +459,14 @@ def test_the_first_error_in_config_order_is_the_one() -> None:
         normalise({"a": "y", "b": "x"}, known)
 
 
+def test_numpy_scalars_become_python_s() -> None:
+    np = pytest.importorskip("numpy")
+    known = ArgumentTypes.declared(flag=bool, count=int, rate=float)
+    result = normalise({"flag": np.bool_(False), "count": np.int64(2), "rate": np.float32(0.5)}, known)
+    assert result == {"flag": False, "count": 2, "rate": 0.5}
+    assert [type(value) for value in result.values()] == [bool, int, float]
+
+
 # --- types from a parser ---------------------------------------------------------------------------------
 
 
@@ -472,6 +480,10 @@ def refuse(text: str) -> object:
     raise argparse.ArgumentTypeError(f"cannot take {text}")
 
 
+class Nothing(argparse.Action):
+    def __call__(self, *_: object) -> None: ...
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
     made.register("type", "hexadecimal", lambda text: int(text, 16))
@@ -483,6 +495,8 @@ def parser() -> argparse.ArgumentParser:
     add("--no-shared", action="store_false", dest="shared")
     add("--layers", type=int)
     add("--rate", type=float, default=1)
+    add("--textual", type=int, default="3")
+    add("--nothing", nargs=0, action=Nothing)
     add("--name")
     add("--flag", type=bool)
     add("--kind", choices=["a", "b"])
@@ -523,6 +537,8 @@ def parser() -> argparse.ArgumentParser:
         ("rate", 1, 1),
         ("rate", 2, 2.0),
         ("name", "none", "none"),
+        ("textual", "4", 4),
+        ("nothing", "4", "4"),
         ("flag", "False", False),
         ("kind", "a", "a"),
         ("kind", "none", None),
@@ -605,14 +621,18 @@ def test_text_agrees_with_the_command_line() -> None:
     assert result == {key: getattr(parsed, key) for key in line}
 
 
-def test_options_that_share_a_name_accept_what_either_does() -> None:
+def test_options_that_share_a_name_accept_what_any_does() -> None:
     made = argparse.ArgumentParser()
-    made.add_argument("--a", dest="same", type=int, default=0)
+    made.add_argument("--a", dest="same", type=int, default=0.5)
     made.add_argument("--b", dest="same", action="store_true")
+    made.add_argument("--c", dest="same", choices=["auto"])
     known = ArgumentTypes.from_parser(made)
+    assert normalise({"same": 0.5}, known) == {"same": 0.5}
+    assert normalise({"same": "auto"}, known) == {"same": "auto"}
+    assert normalise({"same": "none"}, known) == {"same": None}
     assert normalise({"same": "3"}, known) == {"same": 3}
     assert normalise({"same": "on"}, known) == {"same": True}
-    with pytest.raises(ArgumentsError, match="is not a whole number or true or false"):
+    with pytest.raises(ArgumentsError, match="is not a whole number or true or false or one of: auto or none"):
         normalise({"same": "x"}, known)
 
 
