@@ -797,7 +797,8 @@ class Guard:
                 loser = decision.suppressed[0].provider
                 self.journal.warning(
                     message=f"{decision.target}: {decision.reason}; kept {decision.winner.provider.name}. "
-                    "To settle it, add to a policy file:\n" + suggested_rule(decision.target, decision.winner, loser)
+                    "To settle it, add the rule to a policy file.",
+                    add_rule=suggested_rule(decision.target, decision.winner, loser),
                 )
 
     def _summary(self, action: str, **fields: Any) -> None:
@@ -842,6 +843,8 @@ def install(
         if _process_guard is None:
             chosen: Any = mode or os.environ.get("PATCHGUARD_MODE") or "resolve"
             guard = Guard(mode=chosen, policy=policy, accumulate=bool(accumulate), journal=journal)
+            # structlog is imported now rather than in the middle of the first transaction.
+            guard.journal.preload()
             guard.hooks.install()
             guard.adopt()
             _process_guard = guard

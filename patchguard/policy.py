@@ -278,8 +278,8 @@ class Policy:
 def suggested_rule(target: str, winner: Registration, loser: str) -> str:
     """The policy text that would settle a conflict for good."""
     return (
-        f'[[rule]]\nname = "..."\nwinner = "{winner.provider.name}"\nover = ["{loser}"]\n'
-        f'targets = ["{target}"]\nreason = "..."'
+        f'[[rule]] name = "..." winner = "{winner.provider.name}" over = ["{loser}"] '
+        f'targets = ["{target}"] reason = "..."'
     )
 
 

@@ -45,7 +45,9 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,8 +232,6 @@ def shape(value: Any) -> str:
 
 def scrub(text: str) -> str:
     """*text* without this machine's paths, and without addresses."""
-    import re
-
     for entry in sorted((p for p in sys.path if len(p) > 1), key=len, reverse=True):
         text = text.replace(entry, "<path>")
     for entry in (sys.prefix, sys.base_prefix, str(Path.home()), str(Path.cwd())):
@@ -588,8 +588,6 @@ _PLAIN = frozenset({"none", "missing", "bool", "int", "float", "str", "tuple"})
 
 def in_host_repatch(names: list[str], adaptor: str) -> dict[str, Any]:
     """What unguarded MindSpeed's repatch does with a row of configs, and where each leaves the patches."""
-    import time
-
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
     repatch = importlib.import_module(adaptor).repatch
     known: dict[str, Config] = {"default": {}, "cp2": {"context_parallel_size": 2}, "seed": SEED}
@@ -610,8 +608,9 @@ def in_host_repatch(names: list[str], adaptor: str) -> dict[str, Any]:
                 "error": error,
                 "targets": len(infos),
                 "registered": sum(p.patch_func is not None or bool(p.wrappers) for p in infos),
+                # Not by identity: a class method read twice is two bound methods.
                 "patched": sum(
-                    p.orig_func_name is not None and getattr(p.orig_module, p.orig_func_name, None) is not p.orig_func
+                    p.orig_func_name is not None and getattr(p.orig_module, p.orig_func_name) != p.orig_func
                     for p in infos
                 ),
             }
