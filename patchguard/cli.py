@@ -84,34 +84,34 @@ def demo(ctx: click.Context, as_json: bool) -> None:
         out.print(f"target  {TARGET}", soft_wrap=True)
         out.print(" ".join(f"{name} {version}" for name, version in result.versions.items()), style="dim")
         rows = [
-            (
-                str(number),
-                step.title,
-                step.happened,
-                _evidence({name: value for name, value in step.evidence.items() if name != "reason"}),
-                "ok" if step.ok else "failed",
-            )
+            (str(number), step.title, step.happened, _evidence(step.evidence), "ok" if step.ok else "failed")
             for number, step in enumerate(result.steps, 1)
         ]
-        out.print(table("", ("", "step", "what happened", "evidence", "")[: len(rows[0])], rows))
+        out.print(table("", ("", "step", "what happened", "evidence", ""), rows))
         out.print(explanation_table(result.explanation))
-        reason = result.step("conflict").evidence["reason"]
-        out.print(f"why         {reason}")
         out.print(f"fingerprint {result.fingerprint}", soft_wrap=True)
     if not result.ok:
         ctx.exit(1)
 
 
+#: Evidence that is told elsewhere, or too long for a table.
+_JSON_ONLY = frozenset({"bound", "fingerprint", "tolerance", "shape"})
+
+
 def _evidence(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"{name} = {_text(value)}" for name, value in values.items())
+    return "\n".join(f"{name}: {_text(value)}" for name, value in values.items() if name not in _JSON_ONLY)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.2g}"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+        return f"{value:.1e}"
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item}" for name, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
 
 
 @main.command()

@@ -107,8 +107,8 @@ def batch_invariant_forward(
         if mask is not None and mask.size(0) > 1:
             mask = mask[row : row + 1]
         # Contiguous copies: a kernel may choose another order of summation for another layout in memory.
-        alone = (tensor[:, row : row + 1].contiguous() for tensor in (query, key, value))
-        rows.append(_attend(self, *alone, mask, attn_mask_type))
+        q, k, v = (tensor[:, row : row + 1].contiguous() for tensor in (query, key, value))
+        rows.append(_attend(self, q, k, v, mask, attn_mask_type))
     return torch.cat(rows, dim=1)
 
 
@@ -348,19 +348,16 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     first = guard.repatch(BOTH)
     winner = bound()
     explanation = _without_site(guard.explain(TARGET))
-    # The rule keeps the loser from registering, by its argument.
-    kept_out = [change for change in guard.plan().arguments if change.rule.name == RULE]
-    suppressed = [name for change in kept_out for name in change.rule.over]
+    lost = first.suppressed.get(TARGET, ())
     steps.append(
         Step.checked(
             "conflict",
-            "guarded repatch, both features on",
-            "no error: batch-invariant attention is bound, fused attention is kept out",
+            "guarded repatch, both on",
+            "the policy decides: batch-invariant is bound, fused is kept out",
             {
                 "winner": explanation.winner.provider if explanation.winner else None,
-                "suppressed": suppressed,
-                "rule": kept_out[0].rule.name if kept_out else None,
-                "reason": kept_out[0].rule.reason if kept_out else None,
+                "suppressed": [entry.provider for entry in lost],
+                "rule": explanation.rule,
                 "arguments": dict(first.arguments),
                 "bound": qualified_name(winner),
                 "fingerprint": first.fingerprint,
@@ -368,7 +365,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
             winner is batch_invariant_forward
             and explanation.winner is not None
             and explanation.winner.provider == "BatchInvariantFeature"
-            and suppressed == ["FusionAttentionFeature"]
+            and [(entry.provider, entry.rule) for entry in lost] == [("FusionAttentionFeature", RULE)]
             and dict(first.arguments) == {"use_flash_attn": False},
         )
     )
@@ -379,8 +376,8 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     steps.append(
         Step.checked(
             "attention",
-            "attention through Megatron's own module",
-            "equals eager attention; each row has the same bits alone and in the batch",
+            "attention in Megatron's module",
+            "as eager; a row has the same bits alone and in the batch",
             {
                 "shape": list(batch.shape),
                 "max_abs_difference": difference,
@@ -397,7 +394,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
         Step.checked(
             "idempotent",
             "the same repatch again",
-            "nothing to do: the same function object stays bound",
+            "nothing changes, the same object stays bound",
             {
                 "changed": again.changed,
                 "same_object": bound() is winner,
@@ -416,7 +413,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     steps.append(
         Step.checked(
             "switch",
-            "other configs: fused only, both again, none",
+            "fused only, both, none",
             "each config gets its function, whatever came before",
             {
                 "fused_only": qualified_name(fused),
@@ -440,8 +437,8 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
     steps.append(
         Step.checked(
             "uninstall",
-            "uninstall with both features in force",
-            "Megatron's own function object is back",
+            "uninstall, both in force",
+            "Megatron's own function is back",
             {
                 "patched_before": patched,
                 "original_restored": restored,
@@ -465,8 +462,8 @@ def _unguarded(features: tuple[Feature, ...]) -> Step:
         error = f"{type(raised).__name__}: {raised}"
     return Step.checked(
         "unguarded",
-        "both features, one replacement a target (MindSpeed's rule)",
-        "the second registration fails",
+        "unguarded rule, both on",
+        "one replacement a target: the second registration raises",
         {"error": error},
         error == "RuntimeError: the patch of forward exist !",
     )

@@ -386,7 +386,7 @@ def _declared(path: Path) -> str | None:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    literal = re.search(r"""^__version__\s*=\s*["']([^"']+)["']""", text, re.MULTILINE)
+    literal = re.search(r"""^__version__\s*=\s*["'](\d[^"']*)["']""", text, re.MULTILINE)
     if literal:
         return literal.group(1)
     parts = [re.search(rf"^{name}\s*=\s*(\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]

@@ -250,7 +250,7 @@ class Guard:
                     registry.forget()
                     registry.sync()
                 self._arguments.reset(keep=self.accumulate)
-                self._teardown(self._active_features, ())
+                self._teardown(self._active_features, (), {})
             self._in_force.clear()
             self._last = None
             self._kept_out, self._argument_changes, self._active_features = {}, [], frozenset()
@@ -586,14 +586,16 @@ class Guard:
                     transaction.on_rollback(registry.snapshot())
                 before = {name: list(found) for name, found in self._in_force.items()}
                 transaction.on_rollback(lambda: self._restore_in_force(before))
-                transaction.on_rollback(lambda: self._teardown(self._active_features, features_before))
+                transaction.on_rollback(
+                    lambda: self._teardown(self._active_features, features_before, arguments_before)
+                )
                 transaction.on_rollback(self._arguments.begin(live, keep=self.accumulate))
                 host.run(settings)
                 if host.registry.release_direct():
                     self.apply(host.registry)
                 self.engine.settle()
                 self._arguments.end(live)
-                self._teardown(features_before, self._active_features)
+                self._teardown(features_before, self._active_features, self._last_arguments)
         except BaseException as error:
             self._active_features, self._last_arguments = features_before, arguments_before
             self._kept_out, self._argument_changes = kept_out, argument_changes
@@ -686,15 +688,13 @@ class Guard:
                 )
         return found
 
-    def _teardown(self, before: Iterable[str], now: Iterable[str]) -> None:
-        """Undo what features that left did while registering."""
+    def _teardown(self, before: Iterable[str], now: Iterable[str], arguments: Mapping[str, Any]) -> None:
+        """Undo what features did while registering that are not in force ``now``, under ``arguments``."""
         before, now = frozenset(before), frozenset(now)
         for entry in self.policy.teardowns:
             if entry.feature not in before:
                 continue
-            if entry.feature in now and (
-                not entry.unless or any(bool(self._last_arguments.get(name)) for name in entry.unless)
-            ):
+            if entry.feature in now and (not entry.unless or any(bool(arguments.get(n)) for n in entry.unless)):
                 continue
             module, _, name = entry.call.rpartition(".")
             function = vars(sys.modules[module]).get(name) if module in sys.modules else None

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,7 +37,7 @@ def console(file: TextIO | None = None) -> Console:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table in which long cells fold onto more lines instead of being cut. Cells are plain text, except that
     a status word (``ok``, ``warning``, ``error``, ``failed``) gets its colour."""
-    made = Table(title=escape(title), title_justify="left", title_style="bold", header_style="bold")
+    made = Table(title=escape(title) or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     made.show_header = any(columns)
     for column in columns:
         made.add_column(escape(column), overflow="fold")
@@ -64,6 +65,6 @@ def explanation_table(explanation: Explanation) -> Table:
     for lost in explanation.suppressed:
         what = f"{lost.function} of {lost.provider}" if lost.function else f"{lost.provider} (kept from registering)"
         rows.append(("suppressed", f"{what} at {lost.site}" if lost.site else what))
-        rows.append((f"rule {lost.rule}", lost.reason))
+        rows += [("by rule", lost.rule), ("reason", lost.reason)]
     rows.append(("bound now", str(explanation.current)))
     return table(explanation.target, ("", ""), rows)
