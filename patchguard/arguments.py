@@ -650,7 +650,7 @@ class _View:
         """Whether there is an entry or an attribute of that name; runs none of the object's code."""
         if self.by_item or name in self.keys:
             return name in self.keys
-        if _class_attribute(type(self.config), name) is not None:
+        if any(name in vars(base) for base in type(self.config).__mro__):
             return True
         try:
             return name in object.__getattribute__(self.config, "__dict__")
@@ -696,9 +696,9 @@ def _field_names(config: object) -> tuple[str, ...] | None:
         return tuple(one.name for one in dataclasses.fields(cls))
     if isinstance(config, (argparse.Namespace, _types.SimpleNamespace)):
         return tuple(vars(config))
-    attributes = _class_attribute(cls, "__attrs_attrs__")
-    if isinstance(attributes, tuple):
-        return tuple(one.name for one in attributes)
+    for base in cls.__mro__:
+        if "__attrs_attrs__" in vars(base):
+            return tuple(one.name for one in vars(base)["__attrs_attrs__"])
     pydantic = sys.modules.get("pydantic")
     if pydantic is not None and isinstance(config, pydantic.BaseModel):
         return (*cls.model_fields, *(config.model_extra or {}))  # type: ignore[attr-defined]
@@ -713,11 +713,6 @@ def _omegaconf_container() -> type | None:
 
 def _plain_omegaconf(config: object) -> object:
     return sys.modules["omegaconf"].OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-
-
-def _class_attribute(cls: type, name: str) -> object:
-    """The raw attribute of a class, or None; a lookup that runs no descriptor and no metaclass."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _argument_name(key: object) -> str:

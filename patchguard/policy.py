@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,10 @@ class Policy:
 
     @staticmethod
     def default() -> Policy:
-        """The shipped table, under the files that ``PATCHGUARD_POLICY`` names (separated like ``PATH``)."""
+        """The shipped table, under the files that ``PATCHGUARD_POLICY`` names (separated like ``PATH``).
+
+        A later file lies on top of an earlier one.
+        """
         policy = Policy.shipped()
         for name in filter(None, os.environ.get("PATCHGUARD_POLICY", "").split(os.pathsep)):
             policy = Policy.load(name).over(policy)
@@ -182,7 +185,8 @@ class Policy:
             rules=self.rules + lower.rules,
             refusals=self.refusals + lower.refusals,
             teardowns=self.teardowns + lower.teardowns,
-            priority={**lower.priority, **self.priority},
+            # Own names first: a provider may be named by its feature here and by its class below.
+            priority={**self.priority, **{k: v for k, v in lower.priority.items() if k not in self.priority}},
         )
 
     def providers(self) -> frozenset[str]:
@@ -223,7 +227,6 @@ class Policy:
                 continue
             pick, rule, reason, spoken = self._between(target, winner, challenger, strict)
             listed = listed and spoken
-            lost = [entry for entry in lost if entry[0] is not challenger]
             lost.append(((challenger if pick == 0 else winner), rule, reason))
             winner = winner if pick == 0 else challenger
         suppressed = tuple(
@@ -235,6 +238,8 @@ class Policy:
                 reason=because,
             )
             for r, why, because in lost
+            # A registration of the function that is bound after all (by another provider) lost nothing.
+            if not same_callable(r.function, winner.function)
         )
         return Decision(target, winner, suppressed, rule, reason, listed)
 
@@ -360,7 +365,8 @@ class _Reader:
             Teardown(t["feature"], t["call"], t["reason"], tuple(t.get("unless", ())), self.source)
             for t in self.tables("teardown")
         )
-        self.unique("rule", [r.name for r in rules] + [r.name for r in refusals])
+        named = [("rule", i, r.name) for i, r in enumerate(rules)]
+        self.unique(named + [("refuse", i, r.name) for i, r in enumerate(refusals)])
         for i, rule in enumerate(rules):
             if rule.winner in rule.over:
                 self.fail("rule", i, "over", f"names the winner {rule.winner!r} itself")
@@ -404,10 +410,12 @@ class _Reader:
                 self.fail("priority", None, name, f"must be a whole number, not {value!r}")
         return dict(table)
 
-    def unique(self, kind: str, names: list[str]) -> None:
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                self.fail(kind, i, "name", f"{name!r} is used twice")
+    def unique(self, names: Iterable[tuple[str, int, str]]) -> None:
+        seen: set[str] = set()
+        for kind, index, name in names:
+            if name in seen:
+                self.fail(kind, index, "name", f"{name!r} is used twice")
+            seen.add(name)
 
     def fail(self, table: str, index: int | None, key: str, why: str) -> None:
         where = f"[[{table}]] no. {index + 1}" if index is not None else f"[{table}]"
@@ -419,12 +427,14 @@ class _Reader:
         start, seen = 0, -1
         for number, line in enumerate(lines):
             bare = line.split("#")[0].strip().replace(" ", "")
-            if bare in (f"[[{table}]]", f"[{table}]"):
+            if bare in (f"[[{table}]]", f"[{table}]") or (index is None and bare.startswith(f"[{table}.")):
                 seen += 1
                 if index is None or seen == index:
                     start = number
                     break
         for number in range(start, len(lines)):
+            if lines[number].split("#")[0].strip() == f"[{table}.{key}]":
+                return number + 1
             if number > start and lines[number].lstrip().startswith("["):
                 break
             if lines[number].split("=")[0].strip().strip("\"'") == key:

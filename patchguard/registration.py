@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -65,7 +65,9 @@ class Provider:
         A provider is named by its feature class, by its feature name (``-`` and ``_`` alike), or, when it is
         no feature, by its top-level package.
         """
-        return name == self.name or (self.feature_name is not None and name.replace("-", "_") == self.feature_name)
+        if name == self.name:
+            return True
+        return self.feature_name is not None and name.replace("-", "_") == self.feature_name.replace("-", "_")
 
     def __str__(self) -> str:
         return self.name
@@ -161,36 +163,43 @@ def same_callable(first: Any, second: Any) -> bool:
     defaults) and two partials of the same callable with the same arguments. A factory called on every
     repatch would otherwise stack one more wrapper each time.
     """
-    if first is second:
+    return _same(first, second, frozenset())
+
+
+def _same(first: Any, second: Any, assumed: frozenset[tuple[int, int]]) -> bool:
+    # ``assumed``: pairs being compared further up; a function that holds itself in its closure leads back to one.
+    pair = (id(first), id(second))
+    if first is second or pair in assumed:
         return True
+    assumed |= {pair}
     if isinstance(first, functools.partial) and isinstance(second, functools.partial):
         return (
-            same_callable(first.func, second.func)
-            and _same_values(first.args, second.args)
-            and first.keywords.keys() == second.keywords.keys()
-            and all(_same_value(v, second.keywords[k]) for k, v in first.keywords.items())
+            _same(first.func, second.func, assumed)
+            and _same_values(first.args, second.args, assumed)
+            and _same_named(first.keywords, second.keywords, assumed)
         )
     if isinstance(first, types.MethodType) and isinstance(second, types.MethodType):
-        return first.__self__ is second.__self__ and same_callable(first.__func__, second.__func__)
+        return first.__self__ is second.__self__ and _same(first.__func__, second.__func__, assumed)
     if not (isinstance(first, types.FunctionType) and isinstance(second, types.FunctionType)):
         return False
     if first.__code__ is not second.__code__ or first.__globals__ is not second.__globals__:
         return False
     return (
-        _same_values(first.__defaults__ or (), second.__defaults__ or ())
-        and (first.__kwdefaults__ or {}).keys() == (second.__kwdefaults__ or {}).keys()
-        and all(_same_value(v, (second.__kwdefaults__ or {})[k]) for k, v in (first.__kwdefaults__ or {}).items())
-        and _same_cells(first.__closure__ or (), second.__closure__ or ())
+        _same_values(first.__defaults__ or (), second.__defaults__ or (), assumed)
+        and _same_named(first.__kwdefaults__ or {}, second.__kwdefaults__ or {}, assumed)
+        and _same_cells(first.__closure__ or (), second.__closure__ or (), assumed)
     )
 
 
-def _same_cells(first: tuple[types.CellType, ...], second: tuple[types.CellType, ...]) -> bool:
+def _same_cells(
+    first: tuple[types.CellType, ...], second: tuple[types.CellType, ...], assumed: frozenset[tuple[int, int]]
+) -> bool:
     if len(first) != len(second):
         return False
     for a, b in zip(first, second, strict=True):
         if a is b:
             continue
-        if not (_filled(a) and _filled(b)) or not _same_value(a.cell_contents, b.cell_contents):
+        if not (_filled(a) and _filled(b)) or not _same_value(a.cell_contents, b.cell_contents, assumed):
             return False
     return True
 
@@ -203,22 +212,29 @@ def _filled(cell: types.CellType) -> bool:
     return True
 
 
-def _same_values(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    return len(first) == len(second) and all(map(_same_value, first, second))
+def _same_values(first: Sequence[Any], second: Sequence[Any], assumed: frozenset[tuple[int, int]]) -> bool:
+    return len(first) == len(second) and all(_same_value(a, b, assumed) for a, b in zip(first, second, strict=True))
 
 
-def _same_value(first: Any, second: Any) -> bool:
+def _same_named(first: Mapping[str, Any], second: Mapping[str, Any], assumed: frozenset[tuple[int, int]]) -> bool:
+    return first.keys() == second.keys() and all(_same_value(v, second[k], assumed) for k, v in first.items())
+
+
+def _same_value(first: Any, second: Any, assumed: frozenset[tuple[int, int]]) -> bool:
     # Equality of arbitrary objects is foreign code (tensors answer elementwise): plain values only.
-    if first is second:
+    pair = (id(first), id(second))
+    if first is second or pair in assumed:
         return True
     if type(first) is not type(second):
         return False
     if isinstance(first, (tuple, list)):
-        return len(first) == len(second) and all(map(_same_value, first, second))
-    return first == second if _plain(first) else same_callable(first, second)
+        return _same_values(first, second, assumed | {pair})
+    return bool(first == second) if _plain(first) else _same(first, second, assumed)
 
 
 def _plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_plain, value))
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 

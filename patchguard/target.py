@@ -66,7 +66,8 @@ class Slot:
         self.owner = owner
         self.name = name
         self.key = (id(owner), name)
-        self._is_class = isinstance(owner, type)
+        # Asked of its type, as in `is_module`.
+        self._is_class = type in type(owner).__mro__
         self._mapping: MutableMapping[str, Any] | None = None
         if is_module(owner):
             self._mapping = module_dict(owner)
@@ -217,7 +218,10 @@ def resolve(
             owner = add_module(dotted)
             dummies.append(dotted)
         else:
-            what = "module" if i == 0 or is_module(owner) else "class"
+            # Only a package has modules below it.
+            what = "module" if i == 0 else "class"
+            if i and is_module(owner) and "__path__" in module_dict(owner):
+                what = "module or class"
             raise TargetError(
                 f"target {path}: {what} {dotted!r} does not exist"
                 + (f" or cannot be imported ({missing})" if missing else "")

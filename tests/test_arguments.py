@@ -925,6 +925,7 @@ def test_a_plain_config_gets_no_default() -> None:
         {"context_parallel_size": 2, "tensor_model_parallel_size": 1, "strategy": "megatron"},
         OmegaConf.create({"context_parallel_size": 2, "tensor_model_parallel_size": 1, "use_mbridge": True}),
         types.SimpleNamespace(context_parallel_size=2, override_transformer_config=None),
+        type("Engine", (), {"context_parallel_size": 2, "override_transformer_config": None})(),
     ],
 )
 def test_an_engine_config_without_overrides_has_empty_ones(config: object) -> None:
