@@ -233,7 +233,8 @@ def _attention_class() -> type:
     missing = [name for name in ("torch", "megatron.core") if not _installed(name)]
     if missing:
         names = " and ".join(name.replace("megatron.core", "megatron-core") for name in missing)
-        raise HostError(f"the demo computes with torch and megatron-core, and {names} is not installed: {_PIP}")
+        verb = "is" if len(missing) == 1 else "are"
+        raise HostError(f"the demo computes with torch and megatron-core, and {names} {verb} not installed: {_PIP}")
     if "torch" not in sys.modules:
         cannless.enable()
     try:

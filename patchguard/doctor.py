@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,9 @@ Severity = Literal["ok", "warning", "error"]
 
 ADAPTORS = ("mindspeed.megatron_adaptor", "mindspeed_llm.tasks.megatron_adaptor_v2")
 """The modules whose import puts MindSpeed's patches in force."""
+
+FEATURES = "mindspeed.features_manager.features_manager"
+"""What an adaptor imports before it patches anything."""
 
 DEEP_TIMEOUT = 180.0
 """Seconds that an import of torch and torch_npu, with the building of stand-ins, may take; 30 is slow."""
@@ -263,18 +266,21 @@ def _folders(root: Path) -> list[Path]:
 # ---- import order --------------------------------------------------------------------------------
 
 
-def import_order() -> list[Finding]:
+def import_order(modules: Iterable[str] | None = None) -> list[Finding]:
     """Whether what this process has imported so far came in an order that works; imports nothing.
 
     Right is: ``patchguard``, ``patchguard.cannless.enable()`` where there is no CANN, torch, MindSpeed's adaptor,
     Megatron. Each finding names the module that came too early or too late, and the fix; a single ok finding
     says that there is none.
+
+    Args:
+        modules: names in the order in which their imports finished, as in ``sys.modules``, which is the default.
     """
-    order = {name: place for place, name in enumerate(list(sys.modules))}
+    order = {name: place for place, name in enumerate(list(sys.modules) if modules is None else modules)}
     found = [*_torch_order(order), *_megatron_order(order), *_guard_order(order)]
     known = ("patchguard", "torch", "torch_npu", *ADAPTORS, "megatron.core")
-    seen = sorted((name for name in known if name in order), key=order.__getitem__)
-    return found or [Finding("ok", "import order", f"nothing wrong so far: {', '.join(seen)}")]
+    seen = ", ".join(name for name in known if name in order) or "nothing"
+    return found or [Finding("ok", "import order", f"nothing wrong so far; imported: {seen}")]
 
 
 def _torch_order(order: Mapping[str, int]) -> Iterator[Finding]:
@@ -292,24 +298,24 @@ def _torch_order(order: Mapping[str, int]) -> Iterator[Finding]:
 def _megatron_order(order: Mapping[str, int]) -> Iterator[Finding]:
     if "megatron.core" not in order:
         return
-    adaptors = [name for name in ADAPTORS if name in order]
+    adaptor = next((name for name in ADAPTORS if name in order), None)
     why = "what Megatron decided while it was imported (whether transformer_engine is there) cannot be patched"
-    if not adaptors:
+    if adaptor is None:
         if _package("mindspeed") is not None:
             message = f"is imported, and {ADAPTORS[0]} is not yet: {why}"
             yield Finding("warning", "megatron.core", message, f"import {ADAPTORS[0]} first, in a new process")
-    elif order["megatron.core"] < min(order[name] for name in adaptors):
-        first = min(adaptors, key=order.__getitem__)
-        message = f"was imported before {first}: {why}"
-        yield Finding("error", "megatron.core", message, f"import {first} before anything that imports Megatron")
+    elif order["megatron.core"] < order.get(FEATURES, 0):
+        # Python puts a module at the end of sys.modules once its import is finished, so an adaptor comes after all
+        # that it imports, Megatron too. Its list of features is there before it patches, and so imports, Megatron.
+        message = f"was imported before {adaptor}: {why}"
+        yield Finding("error", "megatron.core", message, f"import {adaptor} before anything that imports Megatron")
 
 
 def _guard_order(order: Mapping[str, int]) -> Iterator[Finding]:
-    adaptors = [name for name in ADAPTORS if name in order]
-    if not adaptors:
+    first = min((name for name in ADAPTORS if name in order), key=order.__getitem__, default=None)
+    if first is None:
         return
-    first = min(adaptors, key=order.__getitem__)
-    if order["patchguard"] > order[first]:
+    if order.get("patchguard", len(order)) > order[first]:
         yield Finding(
             "warning",
             "patchguard",

@@ -312,9 +312,17 @@ class Guard:
         host.ensure_imported()
         return host
 
+    def _observing(self, host: Host) -> bool:
+        # The embedded registry has no behaviour of its own to leave untouched.
+        return self.mode == "observe" and host is not self.embedded
+
     def repatch_host(self, adaptor: str, config: Any) -> None:
         """What a host's own ``repatch`` does while the guard is installed."""
         with self.lock:
+            if self.mode == "observe":
+                self.hooks.original_repatch(adaptor)(config)
+                self.journal.summary(action="observe", adaptor=adaptor)
+                return
             registry = self.hooks.registries[0]
             if adaptor == MindSpeedLLMHost.adaptor:
                 self._llm = self._llm or MindSpeedLLMHost(self, registry)
@@ -465,8 +473,8 @@ class Guard:
         """Take features' patches off before they register anew; others' patches come back with the plan."""
         with self.lock:
             registry = host.registry
-            if self.mode == "observe":
-                registry.remove_patches()
+            if self._observing(host):
+                host.manager.remove_patches()
                 return
             if self._session is None:
                 self.refuse_if_frozen("remove_patches()")
@@ -483,7 +491,7 @@ class Guard:
     def run_phase(self, host: Host, phase: Literal["pre", "main"], args: Any) -> None:
         """Let the features that ``args`` ask for register, then apply: one of MindSpeed's two passes."""
         with self.lock:
-            if self.mode == "observe":
+            if self._observing(host):
                 self._register_features(host, phase, args)
                 host.manager.apply_patches()
                 return
@@ -538,7 +546,7 @@ class Guard:
             except PatchError:
                 raise
             except Exception as error:
-                if self.mode == "observe":
+                if self._observing(host):
                     raise
                 raise self._feature_failed(host, name, provider, error) from error
         self._active_features = frozenset(active)
@@ -564,7 +572,7 @@ class Guard:
         if self._session is not None:
             raise PatchError("repatch() was called by code that a repatch is running; call it afterwards.")
         given = normalise(config, self._argument_types(host))
-        if self.mode == "observe":
+        if self._observing(host):
             return self._observe_repatch(host, given)
         live = host.live_arguments()
         start = self._arguments.start(live, host.starting_arguments(), keep=self.accumulate)
@@ -655,8 +663,13 @@ class Guard:
     def _argument_types(self, host: Host) -> ArgumentTypes:
         key = (host.name, tuple(map(id, host.features)))
         if self._types is None or self._types[0] != key:
-            # Arguments that rules test or set are typed by the values that the rules give.
-            ruled = {k: type(v) for r in self.policy.rules for k, v in (*r.when.items(), *r.set.items())}
+            # Switches that rules test or set are switches, whoever else declares them.
+            ruled = {
+                k: bool
+                for r in self.policy.rules
+                for k, v in (*r.when.items(), *r.set.items())
+                if v is True or v is False
+            }
             self._types = (key, ArgumentTypes.declared(**ruled).merged(host.types()))
         return self._types[1]
 

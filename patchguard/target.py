@@ -114,10 +114,15 @@ class Slot:
                     type.__setattr__(self.owner, self.name, raw)
                 elif self.name in _get_class_dict(self.owner):
                     type.__delattr__(self.owner, self.name)
-            elif raw is not MISSING:
-                object.__setattr__(self.owner, self.name, raw)
-            elif self.read() is not MISSING:
-                object.__delattr__(self.owner, self.name)
+            elif raw is not MISSING or self.read() is not MISSING:
+                # Only an instance dictionary can be put back exactly: a descriptor keeps its value elsewhere.
+                own: dict[str, Any] = object.__getattribute__(self.owner, "__dict__")
+                if any(hasattr(type(_get_class_dict(c).get(self.name)), "__set__") for c in type(self.owner).__mro__):
+                    raise TypeError(f"its type {type(self.owner).__qualname__} has a descriptor of that name")
+                if raw is MISSING:
+                    del own[self.name]
+                else:
+                    own[self.name] = raw
         except (TypeError, AttributeError) as error:
             raise TargetError(f"{self} cannot be patched: {error}") from error
 

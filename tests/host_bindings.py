@@ -22,7 +22,7 @@ PACKAGES = (
 )
 
 #: Attributes whose value is a registry's own bookkeeping, or differs from process to process by nature.
-OWN = {"_MINDSPEED_ARGS", "_IS_FEATURES_PATCHED"}
+OWN = {"_MINDSPEED_ARGS", "_IS_FEATURES_PATCHED", "_MEGATRON_TRAINING_AVAILABLE"}
 
 
 def name_of(value: Any) -> str:
@@ -33,7 +33,7 @@ def name_of(value: Any) -> str:
         return f"{type(value).__name__} {name_of(value.__func__)}"
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, str):
         return repr(value)[:80]
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 

@@ -474,21 +474,23 @@ def survey_slot(target: str) -> tuple[dict[str, Any], Any, Any]:
     ``function``, ``class``, ``builtin``, ``none``, ``missing`` or another type name), ``raw``
     (``staticmethod``, ``classmethod`` or ``property``, where the class entry is one), ``inherited`` (the class
     that has the entry, where that is not the owner), ``path`` (where the owner is defined, if not where the
-    target says). Owner and value are None where they are missing.
+    target says), ``ignored`` (the part of the target after its first class, which MindSpeed does not look at).
+    Owner and value are None where they are missing.
     """
     owner_path, _, name = target.rpartition(".")
     if not owner_path:
         return {"owner": "none", "value": "module" if _importable(target) else "missing"}, None, None
     parts = owner_path.split(".")
     owner: Any = None
+    beyond: list[str] = []
     for count in range(1, len(parts) + 1):
         prefix = ".".join(parts[:count])
-        if _importable(prefix):
-            owner = sys.modules[prefix]
-            continue
-        for part in parts[count - 1 :]:
-            owner = None if owner is None else getattr(owner, part, None)
-        break
+        if not _importable(prefix):
+            # MindSpeed's rule: the first part that is no module owns the name, whatever comes after it.
+            owner = None if owner is None else getattr(owner, parts[count - 1], None)
+            beyond = parts[count:]
+            break
+        owner = sys.modules[prefix]
     if owner is None:
         return {"owner": "missing", "value": "missing"}, None, None
     facts: dict[str, Any] = {"owner": shape(owner)}
@@ -512,6 +514,8 @@ def survey_slot(target: str) -> tuple[dict[str, Any], Any, Any]:
         facts["value"] = shape(value) if name in vars(owner) else "missing"
     if path != owner_path:
         facts["path"] = path
+    if beyond:
+        facts["ignored"] = ".".join(beyond)
     return facts, owner, value
 
 

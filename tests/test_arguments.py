@@ -202,6 +202,16 @@ def test_an_object_with_hostile_attributes_is_refused_without_asking_it() -> Non
         normalise(Hostile())
 
 
+def test_of_a_dataclass_that_is_a_dict_the_entries_count() -> None:
+    @dataclass
+    class Entries(dict[str, Any]):
+        swiglu: bool = True
+
+    config = Entries()
+    config["num_layers"] = 2
+    assert normalise(config) == {"num_layers": 2}
+
+
 def test_inherited_fields_count_and_class_variables_do_not() -> None:
     @dataclass
     class Base:
@@ -373,6 +383,7 @@ ACCEPTED: list[tuple[object, object, object]] = [
     (Union[int, list[int]], "1,2", [1, 2]),
     (Union[int, list[int]], ["1", 2], [1, 2]),
     (Union[str, list[str]], "a,b", "a,b"),
+    (Union[int, str], "2", "2"),
     (Union[int, float], 2, 2),
     (Union[int, float], 2.5, 2.5),
     (Union[int, float], "2.5", 2.5),
@@ -380,6 +391,7 @@ ACCEPTED: list[tuple[object, object, object]] = [
     (Union[int, Callable[..., float]], gelu, gelu),
     (Union[int, Callable[..., float]], "gelu", "gelu"),
     (Union[int, Callable[..., float]], "3", 3),
+    (Union[Callable[..., float], int], "3", 3),
     (Callable[..., float], gelu, gelu),
     (Callable[..., float], "True", "True"),
     (typing.Any, "False", "False"),
@@ -436,6 +448,7 @@ REFUSED: list[tuple[object, object, str]] = [
     (list[int], {"a": 1}, "a dict is not a list, each item a whole number"),
     (tuple[int, int], [1], "[1] is not 2 values (a whole number, a whole number)"),
     (Union[int, list[int]], "a,b", "'a,b' is not a whole number or a list, each item a whole number."),
+    (Union[int, bool], "none", "'none' is not a whole number or true or false."),
     (Union[int, list[int], None], True, "True is not a whole number or a list, each item a whole number or none."),
 ]
 
@@ -504,6 +517,7 @@ def parser() -> argparse.ArgumentParser:
     add("--level", type=int, choices=range(3), default=2)
     add("--odd-default", choices=["a"], default="b")
     add("--ranks", nargs="+", type=int, default=[-1])
+    add("--weights", nargs="+", type=float, default=[1, 0])
     add("--pair", nargs=2, type=int)
     add("--balancing", nargs="+", choices=["aux", "sink"], default="aux")
     add("--each", action="append", type=int)
@@ -537,6 +551,7 @@ def parser() -> argparse.ArgumentParser:
         ("rate", 1, 1),
         ("rate", 2, 2.0),
         ("name", "none", "none"),
+        ("textual", "3", 3),
         ("textual", "4", 4),
         ("nothing", "4", "4"),
         ("flag", "False", False),
@@ -583,6 +598,7 @@ def test_a_parser_says_the_types(name: str, value: object, expected: object) -> 
         ("level", True, "True is not one of: 0, 1, 2"),
         ("odd_default", "c", "'c' is not one of: a"),
         ("ranks", "0,x", "'x' is not a whole number"),
+        ("weights", [True, False], "True is not a number"),
         ("pair", [1], "[1] is not 2 values"),
         ("balancing", ["aux", "x"], "'x' is not one of: aux, sink"),
         ("freq", "often", "'often' is not what frequency accepts (ValueError: invalid literal for int()"),
@@ -603,7 +619,7 @@ def test_a_parser_s_defaults_pass_as_they_are() -> None:
     defaults = made.parse_args([])
     result = normalise(defaults, ArgumentTypes.from_parser(made))
     assert result == vars(defaults)
-    assert [type(value) for value in result.values()] == [type(value) for value in vars(defaults).values()]
+    assert repr(result) == repr(vars(defaults))  # 1 is not 1.0 here
 
 
 def test_a_parser_gives_types_for_arguments_only() -> None:
@@ -882,6 +898,7 @@ def test_every_engine_config_means_what_it_means_to_verl(
         ({"num_layers": 2, "use_flash_attn": False}, 1, {**on, "use_flash_attn": False}),
         ({"num_layers": 2, "use_flash_attn": None}, 1, {**on, "use_flash_attn": None}),
         ({"num_layers": 2, "use_flash_attn": "false"}, 1, {**on, "use_flash_attn": False}),
+        ({"num_layers": 2, "use_flash_attn": "0"}, 1, {**on, "use_flash_attn": False}),
         ({"num_layers": 2, "context_parallel_size": 8}, 1, {**on, "context_parallel_size": 8}),
         ({"num_layers": 2, "context_parallel_size": 8}, 4, {**on, "context_parallel_size": 4}),
         ({"num_layers": 2, "context_parallel_size": "8"}, None, {**on, "context_parallel_size": 8}),
@@ -908,6 +925,11 @@ def test_textual_false_does_not_turn_batch_invariance_on(no: object, known: Argu
     arguments = normalise({"override_transformer_config": override, "context_parallel_size": 1}, known)
     assert arguments["use_flash_attn"] is True
     assert not arguments["use_flash_attn_npu_batch_invariant"]
+
+
+def test_the_class_of_an_engine_config_is_no_config() -> None:
+    with pytest.raises(ArgumentsError, match="config is the class VerlEngineConfig"):
+        normalise(VerlEngineConfig)
 
 
 def test_a_plain_config_gets_no_default() -> None:
@@ -1078,18 +1100,31 @@ def test_fresh_values_are_not_mistaken_for_earlier_ones() -> None:
     assert normalise(Fresh(dict.fromkeys(keys))) == {key: [key] for key in keys}
 
 
-def test_tensors_are_passed_on_uncompared() -> None:
-    torch = pytest.importorskip("torch")
-    tensor = torch.ones(3)
+class Uncomparable:
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("shown")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def tensor() -> object:
+    return pytest.importorskip("torch").ones(3)
+
+
+@pytest.mark.parametrize("make", [Uncomparable, tensor])
+def test_objects_of_other_classes_are_passed_on_uncompared(make: Callable[[], object]) -> None:
+    thing, kind = make(), type(make()).__name__
     known = ArgumentTypes.declared(a=Literal["x"], b=Optional[list[int]], c=str)
-    result = normalise({"free": tensor, "b": tensor, "c": tensor, "within": [tensor]}, known)
-    assert result["free"] is result["b"] is result["c"] is tensor
-    assert result["within"][0] is tensor  # type: ignore[index]
-    with pytest.raises(ArgumentsError, match="argument a: a Tensor is not one of: x"):
-        normalise({"a": tensor}, known)
-    assert normalise({"the-mask": tensor, "the_mask": tensor})["the_mask"] is tensor
-    with pytest.raises(ArgumentsError, match="argument the_mask: given twice, as a Tensor and as a Tensor"):
-        normalise({"the-mask": tensor, "the_mask": tensor + 1})
+    result: Any = normalise({"free": thing, "b": thing, "c": thing, "within": [thing]}, known)
+    assert result["free"] is result["b"] is result["c"] is result["within"][0] is thing
+    with pytest.raises(ArgumentsError, match=f"argument a: an? {kind} is not one of: x"):
+        normalise({"a": thing}, known)
+    assert normalise({"the-mask": thing, "the_mask": thing})["the_mask"] is thing
+    with pytest.raises(ArgumentsError, match=f"argument the_mask: given twice, as an? {kind} and as an? {kind}"):
+        normalise({"the-mask": thing, "the_mask": make()})
 
 
 # --- properties ------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_whatever_a_feature_raises_everything_is_as_before(core: types.ModuleTyp
     guard.add_feature(broken_feature)
     guard.repatch({"use_fused": True})
     namespace = dict(vars(core))
-    with pytest.raises(BaseException) as caught:  # noqa: B017, PT011
+    with pytest.raises(BaseException) as caught:
         guard.repatch({"broken": True})
     assert {k: id(v) for k, v in vars(core).items()} == {k: id(v) for k, v in namespace.items()}
     if isinstance(error, Exception):
