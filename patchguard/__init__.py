@@ -20,6 +20,7 @@ from patchguard.explanation import Explanation
 from patchguard.guard import Guard, Outcome, install
 from patchguard.policy import Policy
 from patchguard.registry import Registry
+from patchguard.verify import Finding
 from patchguard.version import __version__
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Explanation",
     "Feature",
     "FeatureError",
+    "Finding",
     "FrozenError",
     "Guard",
     "HostError",

@@ -25,6 +25,7 @@ from patchguard.policy import ArgumentChange, Policy, Suppressed, suggested_rule
 from patchguard.registration import CallSite, Provider, Registration
 from patchguard.registry import PatchLike, Registry
 from patchguard.snapshot import snapshot_of
+from patchguard.verify import Finding, verify
 from patchguard.version import __version__
 
 __all__ = ["Guard", "Mode", "Outcome", "install"]
@@ -126,6 +127,8 @@ class Guard:
         self._active_features: frozenset[str] = frozenset()
         self._last_arguments: dict[str, Any] = {}
         self._frozen: str | None = None
+        self._freeze_mode = "refuse"
+        self._verified: dict[str, Any] = {}
         self._mindspeed: MindSpeedHost | None = None
         self._llm: MindSpeedLLMHost | None = None
         self.embedded = EmbeddedHost(self)
@@ -238,6 +241,39 @@ class Guard:
     def fingerprint(self) -> str:
         """The fingerprint of the plan in force."""
         return self.plan().fingerprint
+
+    def verify(self, *, deep: bool = False) -> list[Finding]:
+        r"""What is not as the plan says; empty when all is well.
+
+        Cheap enough for every training step: what needs a look at every module attribute is looked at when the
+        plan or the set of modules has changed since the last call, or when ``deep`` is true.
+
+        Returns:
+            `Finding`\ s: drift, stale aliases, methods bound and subclasses made before a patch, stand-ins,
+            created names, import order.
+        """
+        with self.lock:
+            return verify(self, self._verified, deep=deep)
+
+    def freeze(self, *, mode: Literal["refuse", "log"] = "refuse") -> None:
+        """From now on refuse, or only log, whatever would change what is bound.
+
+        A repatch that asks for what is in force stays allowed.
+
+        Args:
+            mode: "refuse" raises `FrozenError` with the offender's call site; "log" lets it pass with a warning.
+        """
+        if mode not in ("refuse", "log"):
+            raise PatchError(f"freeze mode {mode!r} is not one of refuse, log. Use one of these names.")
+        with self.lock:
+            self._frozen = str(CallSite.caller())
+            self._freeze_mode = mode
+            self.journal.emit("freeze", level="info", site=self._frozen, mode=mode)
+
+    def unfreeze(self) -> None:
+        """Take `freeze` back."""
+        with self.lock:
+            self._frozen = None
 
     def uninstall(self) -> None:
         """Put every slot back as it was, forget everything, and take the hooks off the host."""
@@ -398,9 +434,13 @@ class Guard:
             context.provider, context.phase, context.priority = before
 
     def refuse_if_frozen(self, what: str) -> None:
-        """Raise `FrozenError` after `freeze`; nothing before."""
-        if self._frozen is not None:
-            raise FrozenError(f"{what} at {CallSite.caller()} is refused: patches were frozen at {self._frozen}.")
+        """After `freeze`: raise `FrozenError`, or log, by its mode. Before: nothing."""
+        if self._frozen is None:
+            return
+        text = f"{what} at {CallSite.caller()} would change what is bound, but patches were frozen at {self._frozen}"
+        if self._freeze_mode == "refuse":
+            raise FrozenError(f"{text}. Do it before freeze(), or call unfreeze() first.")
+        self.journal.warning(message=text)
 
     def apply(self, registry: Registry, patches: Iterable[PatchLike] | None = None, *, final: bool = True) -> None:
         """Put a registry's plan, or some of its targets, in force beside the other layers."""
@@ -412,6 +452,14 @@ class Guard:
                 renewed = {e.target for e in entries}
                 kept = [e for e in self._in_force.get(registry.name, []) if e.target not in renewed]
                 entries = kept + entries
+            if self._frozen is not None:
+                before = {e.target: e for e in self._in_force.get(registry.name, [])}
+                same = before.keys() == {e.target for e in entries} and all(
+                    before[e.target].same_as(e) for e in entries
+                )
+                if same and self.engine.in_force():
+                    return
+                self.refuse_if_frozen("apply_patches()")
             self._install(registry, entries, final=final)
 
     def withdraw(self, registry: Registry, target: str) -> None:

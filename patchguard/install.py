@@ -132,6 +132,8 @@ class Engine:
         self._created: set[Key] = set()  # slots of names that exist only because they were patched
         self._watch = ModuleWatch()
         self._transaction: Transaction | None = None
+        #: Grows with each write, so that others can tell whether anything has changed.
+        self.writes = 0
 
     # -- transactions ---------------------------------------------------------------------------------
 
@@ -285,6 +287,10 @@ class Engine:
 
             follow(modules(), finals.keys(), visit)
             self._watch.mark()
+
+    def arrived(self) -> bool:
+        """Whether modules came since the last installation."""
+        return bool(self._watch.arrived())
 
     def follow_arrivals(self) -> int:
         """Bring modules that arrived since the last installation in line; returns how many there were."""
@@ -515,6 +521,7 @@ class Engine:
         assert self._transaction is not None
         if slot.read() is not new:
             self._transaction.log(slot)
+            self.writes += 1
             slot.write(new)
         if new is before:
             self.ledger.pop(slot.key, None)

@@ -141,7 +141,6 @@ class Registry:
             create_dummy: make up modules and names that do not exist.
         """
         with self._guard.lock:
-            self._guard.refuse_if_frozen(f"register_patch({orig_func_name!r})")
             patch = self.patches_info.get(orig_func_name)
             if patch is None:
                 with self._guard.creating(force_patch):
@@ -188,7 +187,6 @@ class Registry:
         """Note one registration and let the ``Patch`` object show the outcome so far."""
         guard = self._guard
         with guard.lock:
-            guard.refuse_if_frozen(f"registering {path_of(patch)}")
             site = CallSite.caller(self.own_files)
             provider, phase = guard.current_provider(site)
             self._count += 1
@@ -204,8 +202,10 @@ class Registry:
                 priority=guard.current_priority,
                 order=self._count,
             )
-            if phase == "direct":
-                self.revision += 1
+            if not self._is_known(patch, registration):
+                guard.refuse_if_frozen(f"registering {registration.function_name} for {registration.target}")
+                if phase == "direct":
+                    self.revision += 1
             outcome = self._add(patch, registration)
             guard.journal.registration(
                 target=registration.target,
@@ -217,6 +217,14 @@ class Registry:
                 force=registration.force,
                 outcome=outcome,
             )
+
+    def _is_known(self, patch: PatchLike, registration: Registration) -> bool:
+        return any(
+            (r.kind is Kind.WRAPPER) is (registration.kind is Kind.WRAPPER)
+            and (r.force or not registration.force)
+            and same_callable(r.function, registration.function)
+            for r in self._known.get(patch, [])
+        )
 
     def _add(self, patch: PatchLike, registration: Registration) -> str:
         known = self._known.setdefault(patch, [])

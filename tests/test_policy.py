@@ -408,6 +408,12 @@ def test_what_nothing_settles_is_kept_or_refused(policy: Policy, why: str, order
     assert why in str(err.value)
 
 
+def test_a_refusal_of_a_pair_says_nothing_of_one_provider_with_itself() -> None:
+    again = reg("A", function("another"))
+    decision = Policy(refusals=(Refusal("refused", ("A", "B"), "why"),)).decide(TARGET, [A, again])
+    assert (decision.winner, decision.rule) == (A, "first-registered")
+
+
 def test_the_suggested_rule_settles_the_conflict() -> None:
     decision = Policy().decide(TARGET, [A, B])
     header, _, rest = suggested_rule(TARGET, decision.winner, decision.suppressed[0].provider).partition(" ")
@@ -478,6 +484,8 @@ def test_three_replacements_one_pair_of_which_nothing_settles() -> None:
     assert [(s.provider, s.rule) for s in decision.suppressed] == [("B", "first-registered"), ("C", "first-registered")]
     with pytest.raises(ConflictError):
         policy.decide(TARGET, [A, B, C], strict=True)
+    # A later pair that is settled does not make up for it.
+    assert not Policy(rules=(rule("A", "C"),)).decide(TARGET, [A, B, C]).listed
 
 
 def test_one_replacement_needs_no_rule() -> None:

@@ -223,9 +223,11 @@ def test_different_code_is_never_the_same() -> None:
 
 
 def test_the_same_code_in_other_globals_differs() -> None:
-    assert not same_callable(plain, types.FunctionType(plain.__code__, dict(globals())))
-    twin = types.FunctionType(plain.__code__, globals(), "twin", plain.__defaults__)
-    assert same_callable(plain, twin)
+    same, different = (
+        types.FunctionType(plain.__code__, space, "twin", plain.__defaults__) for space in (globals(), dict(globals()))
+    )
+    assert same_callable(plain, same)
+    assert not same_callable(plain, different)
 
 
 def test_partials() -> None:
@@ -243,6 +245,7 @@ def test_bound_methods_are_the_same_on_the_same_object_only() -> None:
     assert same_callable(one.method, one.method)
     assert not same_callable(one.method, two.method)
     assert not same_callable(one.method, Instance.method)
+    assert not same_callable(Untouchable().refuse, Untouchable().refuse)
     assert same_callable(Instance.of, Instance.of)
     assert not same_callable(Instance.of, type("Sub", (Instance,), {}).of)  # type: ignore[attr-defined]
 

@@ -158,12 +158,13 @@ def test_aliases_follow_under_the_same_name_and_are_reported_under_another(
     registry.apply_patches()
     assert package.make() == impl.make() == model.make() == "new"
     assert model.Factory is orig  # people keep originals under other names on purpose
+    assert "pk_model.Factory" in {f.where for f in guard.verify() if f.kind == "alias"}
     registry.remove_patches()
     assert impl.make is package.make is model.make is model.Factory is orig
 
 
 def test_a_value_assigned_behind_the_guard_is_never_replaced_by_a_stale_one(
-    registry: patchguard.Registry, mod: Mod
+    guard: patchguard.Guard, registry: patchguard.Registry, mod: Mod
 ) -> None:
     lib = mod("pk_kern", run=lambda: "orig")
     orig = lib.run
@@ -174,13 +175,34 @@ def test_a_value_assigned_behind_the_guard_is_never_replaced_by_a_stale_one(
     def third() -> str:
         return "third party"
 
+    assert guard.verify() == []
     lib.run = third  # type: ignore[attr-defined]
+    found = guard.verify()
+    assert [(f.kind, f.where) for f in found] == [("drift", "pk_kern.run")]
+    assert "third" in found[0].message
     registry.remove_patches()
     assert user.run is orig
     assert lib.run is third
 
 
-def test_a_sweep_wakes_no_lazy_module(registry: patchguard.Registry, mod: Mod) -> None:
+def test_a_method_bound_before_the_patch_is_reported(
+    guard: patchguard.Guard, registry: patchguard.Registry, mod: Mod
+) -> None:
+    class Session:
+        def ask(self) -> str:
+            return "orig"
+
+    sdk = mod("pk_sdk", Session=Session, ask=Session().ask)
+    registry.register_patch("pk_sdk.Session.ask", lambda self: "new")
+    registry.apply_patches()
+    assert Session().ask() == "new"
+    assert [f.where for f in guard.verify() if f.kind == "bound-method"] == ["pk_sdk.ask"]
+    registry.remove_patches()
+    assert sdk.ask() == Session().ask() == "orig"
+    assert guard.verify() == []
+
+
+def test_a_sweep_wakes_no_lazy_module(guard: patchguard.Guard, registry: patchguard.Registry, mod: Mod) -> None:
     touched: list[str] = []
 
     class Lazy(types.ModuleType):
@@ -201,6 +223,7 @@ def test_a_sweep_wakes_no_lazy_module(registry: patchguard.Registry, mod: Mod) -
     registry.register_patch("pk_lib.run", lambda: "new")
     registry.apply_patches()
     assert lib.run() == "new"
+    guard.verify(deep=True)
     registry.remove_patches()
     assert touched == [] and lib.run() == "orig"
 
@@ -286,7 +309,7 @@ def test_a_wrapper_on_a_forwarded_name_gets_the_forwarded_value(registry: patchg
 
 
 def test_after_a_reload_the_patch_comes_back_and_restores_to_the_fresh_code(
-    registry: patchguard.Registry, mod: Mod
+    guard: patchguard.Guard, registry: patchguard.Registry, mod: Mod
 ) -> None:
     lib = mod("pk_rate", rate=lambda: "v1")
     registry.register_patch("pk_rate.rate", lambda: "patched")
@@ -296,28 +319,33 @@ def test_after_a_reload_the_patch_comes_back_and_restores_to_the_fresh_code(
         return "v2"
 
     lib.rate = fresh  # type: ignore[attr-defined]
+    assert ("drift", "pk_rate.rate") in {(f.kind, f.where) for f in guard.verify()}
     registry.apply_patches()
     assert lib.rate() == "patched"
     new = mod("pk_rate", rate=fresh)
+    assert ("drift", "pk_rate.rate") in {(f.kind, f.where) for f in guard.verify()}
     registry.apply_patches()
     assert new.rate() == "patched"
     registry.remove_patches()
     assert new.rate is fresh
 
 
-def test_stand_in_packages_answer_find_spec_and_leave(registry: patchguard.Registry) -> None:
+def test_stand_in_packages_answer_find_spec_and_leave(guard: patchguard.Guard, registry: patchguard.Registry) -> None:
     registry.register_patch("pk_absent.layers.Linear", lambda: "dummy", create_dummy=True)
     registry.apply_patches()
     layers = importlib.import_module("pk_absent.layers")
     assert layers.Linear() == "dummy"
     assert importlib.util.find_spec("pk_absent") is not None
     assert importlib.util.find_spec("pk_absent.layers") is not None
+    assert {"pk_absent", "pk_absent.layers"} == {f.where for f in guard.verify() if f.kind == "stand-in"}
     registry.remove_patches()
     assert not [n for n in sys.modules if n.startswith("pk_absent")]
     assert importlib.util.find_spec("pk_absent") is None
 
 
-def test_a_replaced_class_is_the_original_again_after_removal(registry: patchguard.Registry, mod: Mod) -> None:
+def test_a_replaced_class_reports_what_it_does_not_reach_and_comes_back(
+    guard: patchguard.Guard, registry: patchguard.Registry, mod: Mod
+) -> None:
     class Config:
         extra: str | None = None
 
@@ -334,5 +362,8 @@ def test_a_replaced_class_is_the_original_again_after_removal(registry: patchgua
     registry.register_patch("pk_cfg.Config", NewConfig)
     registry.apply_patches()
     assert lib.Config is NewConfig
+    found = guard.verify()
+    assert next(f.where for f in found if f.kind == "subclass").endswith("Mine")
+    assert "pk_cfg.Config" in {f.where for f in found if f.kind == "instance-check"}
     registry.remove_patches()
     assert lib.Config is Config and Mine.extra is None
