@@ -544,7 +544,7 @@ def normalise(config: object, types: ArgumentTypes | None = None) -> dict[str, o
     passes. Dashes in names become underscores.
 
     Of a verl engine config, what counts is ``override_transformer_config``, with flash attention on unless
-    asked otherwise (off for flash-attn-npu batch-invariant attention, which takes its place), and a
+    asked otherwise (no default beside flash-attn-npu batch-invariant attention, which takes its place), and a
     ``context_parallel_size`` above 1, as in verl's own repatch. Any other config gets no defaults.
 
     ``config`` is not changed, and no container of it is kept: dicts, lists, tuples and sets are copied at
@@ -594,9 +594,8 @@ def _engine_arguments(view: _View, known: Mapping[str, ArgumentType]) -> dict[st
         raise ArgumentsError(f"argument {_OVERRIDES}: {_kind(given)} is not a mapping. Give argument names and values.")
     # Decisions hang on these three, so text has to be understood even if no host declares them.
     arguments = _arguments(overrides, known, _ENGINE_TYPES)
-    if _typed(_BATCH_INVARIANT, arguments.get(_BATCH_INVARIANT), _Boolean()):
-        arguments[_FLASH] = False
-    else:
+    # With batch-invariant attention there is no default; where both are asked for, the policy decides, and says so.
+    if not _typed(_BATCH_INVARIANT, arguments.get(_BATCH_INVARIANT), _Boolean()):
         arguments.setdefault(_FLASH, True)
     size = view.read(_CONTEXT_PARALLEL) if view.has(_CONTEXT_PARALLEL) else None
     size = _typed(_CONTEXT_PARALLEL, size, _Integer())

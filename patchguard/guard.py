@@ -16,7 +16,7 @@ from patchguard.arguments import ArgumentTypes, normalise
 from patchguard.embedded import EmbeddedHost, Feature
 from patchguard.errors import FeatureError, FrozenError, HostError, PatchError, PolicyError, TargetError
 from patchguard.explanation import Explanation, explain_target
-from patchguard.hosts import Hooks, Host, MindSpeedHost, MindSpeedLLMHost, versions
+from patchguard.hosts import CONFIG_MODULES, Hooks, Host, MindSpeedHost, MindSpeedLLMHost, versions
 from patchguard.install import Change, Engine, Transaction
 from patchguard.journal import Journal
 from patchguard.live import ArgumentLedger, freeze_value, same_arguments
@@ -709,7 +709,8 @@ class Guard:
         return original(*args, **kwargs)
 
     def _argument_types(self, host: Host) -> ArgumentTypes:
-        key = (host.name, tuple(map(id, host.features)))
+        loaded = tuple(name in sys.modules for name in CONFIG_MODULES)
+        key = (host.name, loaded, tuple(map(id, host.features)))
         if self._types is None or self._types[0] != key:
             # Switches that rules test or set are switches, whoever else declares them.
             ruled = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -19,8 +18,6 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-import wrapt
 
 from patchguard.arguments import ArgumentTypes
 from patchguard.bindings import follow, modules
@@ -39,6 +36,12 @@ ADAPTOR = "mindspeed.megatron_adaptor"
 ARGUMENTS = "mindspeed.args_utils"
 LLM_ADAPTOR = "mindspeed_llm.tasks.megatron_adaptor_v2"
 MEGATRON_ARGUMENTS = "megatron.training.global_vars"
+
+#: Where Megatron's config classes are, whose fields are arguments; used when imported, never imported for it.
+CONFIG_MODULES = {
+    "megatron.core.model_parallel_config": ("ModelParallelConfig",),
+    "megatron.core.transformer.transformer_config": ("TransformerConfig", "MLATransformerConfig"),
+}
 
 
 class Host(Protocol):
@@ -90,6 +93,8 @@ def versions() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=16)
 def _version_of(name: str, folders: tuple[str, ...]) -> str:
+    import importlib.metadata  # with email and zipfile it costs more than all of patchguard
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -162,14 +167,11 @@ class MindSpeedHost:
     def types(self) -> ArgumentTypes:
         """From Megatron's config classes, the features' own declarations and their names (switches)."""
         known = switches(str(f.feature_name) for f in self.features)
-        for module, name in (
-            ("megatron.core.model_parallel_config", "ModelParallelConfig"),
-            ("megatron.core.transformer.transformer_config", "TransformerConfig"),
-            ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
-        ):
-            cls = module_dict(sys.modules[module]).get(name) if module in sys.modules else None
-            if isinstance(cls, type):
-                known = known.merged(ArgumentTypes.from_dataclass(cls))
+        for module, names in CONFIG_MODULES.items():
+            for name in names:
+                cls = module_dict(sys.modules[module]).get(name) if module in sys.modules else None
+                if isinstance(cls, type):
+                    known = known.merged(ArgumentTypes.from_dataclass(cls))
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, conflict_handler="resolve")
         for feature in self.features:
             feature.register_args(parser)
@@ -254,6 +256,8 @@ class Hooks:
 
     def install(self) -> None:
         """Hook what is imported now, and the rest when it is."""
+        import wrapt  # here, since it brings asyncio along: 50 ms that `import patchguard` need not take
+
         self._active = True
         for name, hook in (
             (REGISTRY, self._on_registry),
