@@ -149,9 +149,10 @@ def _descendants(applied: Applied) -> Iterator[Finding]:
 
 def import_order(guard: Guard) -> Iterator[Finding]:
     """Megatron imported before MindSpeed: whatever it bound under other names then stays unpatched."""
+    # sys.modules lists modules as their imports end; MindSpeed's registry is there before any feature is.
     position = {name: i for i, name in enumerate(list(sys.modules))}
-    adaptor, core = position.get("mindspeed.megatron_adaptor"), position.get("megatron.core")
-    if adaptor is not None and core is not None and core < adaptor:
+    registry, core = position.get("mindspeed.patch_utils"), position.get("megatron.core")
+    if registry is not None and core is not None and core < registry:
         yield Finding(
             "import-order",
             "megatron.core",

@@ -216,7 +216,7 @@ def test_a_function_that_holds_itself_can_be_compared(factory: Callable[[int], A
 
 
 def test_different_code_is_never_the_same() -> None:
-    made = [plain, other, closing(1), closing_wrapper(1), defaulting(1), keyworded(1), lambda: 1, lambda: 1]
+    made = [plain, other, closing(1), closing_wrapper(1), defaulting(1), keyworded(1), lambda: 1, lambda: 2]
     for i, a in enumerate(made):
         for j, b in enumerate(made):
             assert same_callable(a, b) is (i == j)
