@@ -20,7 +20,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from patchguard import cannless
@@ -348,7 +348,7 @@ def _run(guard: Guard, features: tuple[Feature, ...], attention: type) -> DemoRe
 
     first = guard.repatch(BOTH)
     winner = bound()
-    explanation = _without_site(guard.explain(TARGET))
+    explanation = guard.explain(TARGET)
     lost = first.suppressed.get(TARGET, ())
     steps.append(
         Step.checked(
@@ -495,10 +495,3 @@ class _Inputs:
 
 def _difference(first: Any, second: Any) -> float:
     return float((first - second).abs().max())
-
-
-def _without_site(explanation: Explanation) -> Explanation:
-    # A call site is the nearest frame outside patchguard, and the demo's features are inside.
-    if explanation.winner is None:
-        return explanation
-    return replace(explanation, winner=replace(explanation.winner, registered=None))

@@ -1,9 +1,10 @@
 """The priority table: who wins where two providers replace one target, and why.
 
 A policy is TOML, rejected whole when it has a fault. The shipped one is ``policy.toml`` beside this module;
-``PATCHGUARD_POLICY`` and ``install(policy=...)`` put layers on top of it. Order of precedence for a pair of
-replacements: forced registration, rule naming target and pair, rule naming the pair, priority given in code,
-general table, first registered (with a warning, and an error in strict mode).
+``PATCHGUARD_POLICY`` and ``install(policy=...)`` put layers on top of it. What is asked, in this order: is one a
+stand-in, is one forced, is there a rule or refusal for the pair (upper layers first, within a layer those that
+name targets first), whose priority is larger (given in code, or in the table). Where nothing speaks, the first
+registered stays, with a warning, or with an error in strict mode.
 """
 
 from __future__ import annotations
@@ -127,10 +128,19 @@ class ArgumentChange:
 class Policy:
     """The rules in force, most specific layer first."""
 
-    rules: tuple[Rule, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    entries: tuple[Rule | Refusal, ...] = ()
     teardowns: tuple[Teardown, ...] = ()
     priority: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules among the entries."""
+        return tuple(e for e in self.entries if isinstance(e, Rule))
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The refusals among the entries."""
+        return tuple(e for e in self.entries if isinstance(e, Refusal))
 
     # -- where policies come from ---------------------------------------------------------------------
 
@@ -182,8 +192,7 @@ class Policy:
     def over(self, lower: Policy) -> Policy:
         """This policy as a layer on ``lower``: its rules are asked first, its priorities replace those below."""
         return Policy(
-            rules=self.rules + lower.rules,
-            refusals=self.refusals + lower.refusals,
+            entries=self.entries + lower.entries,
             teardowns=self.teardowns + lower.teardowns,
             # Own names first: a provider may be named by its feature here and by its class below.
             priority={**self.priority, **{k: v for k, v in lower.priority.items() if k not in self.priority}},
@@ -214,62 +223,60 @@ class Policy:
     def decide(self, target: str, replacements: Sequence[Registration], *, strict: bool = False) -> Decision:
         """Choose among replacements of one target, given in order of registration.
 
-        Raises:
-            ConflictError: in strict mode, where no rule or priority speaks, or a refusal does.
-        """
-        winner = replacements[0]
-        lost: list[tuple[Registration, str, str]] = []
-        rule, reason, listed = "only", "", True
-        for challenger in replacements[1:]:
-            if same_callable(winner.function, challenger.function):
-                if challenger.force and not winner.force:
-                    winner = challenger
-                continue
-            pick, rule, reason, spoken = self._between(target, winner, challenger, strict)
-            listed = listed and spoken
-            lost.append(((challenger if pick == 0 else winner), rule, reason))
-            winner = winner if pick == 0 else challenger
-        suppressed = tuple(
-            Suppressed(
-                provider=r.provider.name,
-                function=r.function_name,
-                site=str(r.site) if r.site else None,
-                rule=why,
-                reason=because,
-            )
-            for r, why, because in lost
-            # A registration of the function that is bound after all (by another provider) lost nothing.
-            if not same_callable(r.function, winner.function)
-        )
-        return Decision(target, winner, suppressed, rule, reason, listed)
+        The winner is the one that beats every other by rule or priority; where there is none, each in turn
+        meets the winner so far, and of a pair that nothing speaks of the first registered stays.
 
-    def _between(
-        self, target: str, first: Registration, second: Registration, strict: bool
-    ) -> tuple[int, str, str, bool]:
-        for a, b in ((first, second), (second, first)):
-            if a.kind is Kind.DUMMY and b.kind is not Kind.DUMMY:
-                return (1 if a is first else 0), "dummy", "a stand-in gives way to a real function", True
+        Raises:
+            ConflictError: in strict mode, where that order would have to decide.
+        """
+        rivals = {id(r): [x for x in replacements if not same_callable(r.function, x.function)] for r in replacements}
+        unsettled: tuple[Registration, Registration, str] | None = None
+        best = next((r for r in replacements if self._beats_all(target, r, rivals[id(r)])), None)
+        if best is None:
+            best = replacements[0]
+            for challenger in replacements[1:]:
+                if not any(challenger is rival for rival in rivals[id(best)]):
+                    continue
+                verdict = self._between(target, best, challenger)
+                if not verdict.spoken:
+                    unsettled = unsettled or (best, challenger, verdict.reason)
+                best = challenger if verdict.pick else best
+        if strict and unsettled is not None:
+            raise ConflictError(_conflict(target, *unsettled))
+        verdicts = [(loser, self._between(target, best, loser)) for loser in rivals[id(best)]]
+        suppressed = tuple(
+            Suppressed(r.provider.name, r.function_name, str(r.site) if r.site else None, v.rule, v.reason)
+            for r, v in verdicts
+        )
+        rule, reason = (verdicts[-1][1].rule, verdicts[-1][1].reason) if verdicts else ("only", "")
+        twins = [r for r in replacements if not any(r is rival for rival in rivals[id(best)])]
+        winner = next((r for r in twins if r.force), best)
+        return Decision(target, winner, suppressed, rule, reason, listed=unsettled is None)
+
+    def _beats_all(self, target: str, one: Registration, rivals: Sequence[Registration]) -> bool:
+        verdicts = (self._between(target, one, rival) for rival in rivals)
+        return all(verdict.spoken and verdict.pick == 0 for verdict in verdicts)
+
+    def _between(self, target: str, first: Registration, second: Registration) -> _Verdict:
+        for pick, loser, winner in ((1, first, second), (0, second, first)):
+            if loser.kind is Kind.DUMMY and winner.kind is not Kind.DUMMY:
+                return _Verdict(pick, "dummy", "a stand-in gives way to a real function", True)
         if second.force or first.force:
-            pick = 1 if second.force else 0
-            return pick, "forced", "registered with force_patch=True", True
-        for specific in (True, False):
-            for rule in self.rules:
-                if bool(rule.targets) is specific:
-                    picked = rule.picks(target, first.provider, second.provider)
-                    if picked is not None:
-                        return picked, rule.name, rule.reason, True
-        for refusal in self.refusals:
-            if refusal.speaks_of(target, first.provider, second.provider):
-                if strict:
-                    raise ConflictError(_conflict(target, first, second, refusal.reason))
-                return 0, refusal.name, f"no safe winner, first registered kept: {refusal.reason}", False
+            newest = second.force and second.order >= first.order
+            pick = 1 if newest or not first.force else 0
+            return _Verdict(pick, "forced", "registered with force_patch=True", True)
+        for entry in self.entries:
+            if isinstance(entry, Rule):
+                picked = entry.picks(target, first.provider, second.provider)
+                if picked is not None:
+                    return _Verdict(picked, entry.name, entry.reason, True)
+            elif entry.speaks_of(target, first.provider, second.provider):
+                return _Verdict(_earlier(first, second), entry.name, f"no safe winner: {entry.reason}", False)
         left, right = self._priority(first), self._priority(second)
         if left != right:
             reason = f"priority {max(left, right)} over {min(left, right)}"
-            return (0 if left > right else 1), "priority", reason, True
-        if strict:
-            raise ConflictError(_conflict(target, first, second, "no rule or priority names this pair"))
-        return 0, "first-registered", "no rule or priority names this pair", False
+            return _Verdict(0 if left > right else 1, "priority", reason, True)
+        return _Verdict(_earlier(first, second), "first-registered", "no rule or priority names this pair", False)
 
     def _priority(self, registration: Registration) -> int:
         if registration.priority is not None:
@@ -280,11 +287,23 @@ class Policy:
         return 0
 
 
+@dataclass(frozen=True)
+class _Verdict:
+    pick: int  # 0: the first wins, 1: the second
+    rule: str
+    reason: str
+    spoken: bool  # False: only the order of registration spoke
+
+
+def _earlier(first: Registration, second: Registration) -> int:
+    return 0 if first.order <= second.order else 1
+
+
 def suggested_rule(target: str, winner: Registration, loser: str) -> str:
     """The policy text that would settle a conflict for good."""
     return (
-        f'[[rule]] name = "..." winner = "{winner.provider.name}" over = ["{loser}"] '
-        f'targets = ["{target}"] reason = "..."'
+        f'rule = [{{name = "...", winner = "{winner.provider.name}", over = ["{loser}"], '
+        f'targets = ["{target}"], reason = "..."}}]'
     )
 
 
@@ -372,10 +391,14 @@ class _Reader:
                 self.fail("rule", i, "over", f"names the winner {rule.winner!r} itself")
             if rule.set and not rule.when:
                 self.fail("rule", i, "set", "needs a 'when' that says under which arguments")
+            if rule.set and not rule.targets:
+                self.fail("rule", i, "set", "needs 'targets' that say where the loser is suppressed")
         for i, refusal in enumerate(refusals):
             if len(set(refusal.providers)) < 2:
                 self.fail("refuse", i, "providers", "needs at least two different providers")
-        return Policy(rules, refusals, teardowns, self.priorities())
+        # Within one file what names targets is asked before what does not.
+        entries: list[Rule | Refusal] = sorted([*rules, *refusals], key=lambda e: not e.targets)
+        return Policy(tuple(entries), teardowns, self.priorities())
 
     def tables(self, kind: str) -> list[dict[str, Any]]:
         tables: list[dict[str, Any]] = self.data.get(kind, [])

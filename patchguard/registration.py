@@ -16,6 +16,7 @@ __all__ = ["CallSite", "Kind", "Provider", "Registration", "kind_of", "same_call
 WRAPPER_ENDINGS = ("wrapper", "decorator")
 
 _PACKAGE = __name__.partition(".")[0]
+_DEMO = f"{_PACKAGE}.demo"  # its features are users of the guard like any other
 
 
 class Kind(str, Enum):
@@ -45,7 +46,8 @@ class CallSite:
         while frame is not None:
             file = frame.f_code.co_filename
             module = frame.f_globals.get("__name__", "")
-            if module.partition(".")[0] != _PACKAGE and file not in skip_files:
+            own = module.partition(".")[0] == _PACKAGE and module != _DEMO
+            if not own and file not in skip_files:
                 return CallSite(file, frame.f_lineno, frame.f_code.co_name, module)
             frame = frame.f_back
         return None

@@ -114,7 +114,9 @@ for _step in {steps!r}:
     _module = _importlib.import_module(_module)
     if _call:
         getattr(_module, _call)()
-exec(compile(open({script!r}, encoding="utf-8").read(), {script!r}, "exec"))
+with open({script!r}, encoding="utf-8") as _file:
+    _source = _file.read()
+exec(compile(_source, {script!r}, "exec"))
 """
 
 

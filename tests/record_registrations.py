@@ -590,6 +590,14 @@ def in_host_survey(targets: list[str], adaptor: str) -> dict[str, Any]:
 _PLAIN = frozenset({"none", "missing", "bool", "int", "float", "str", "tuple"})
 
 
+def in_host_is_patched(patch: Any) -> bool:
+    """Whether a target of MindSpeed's holds something else than its original now."""
+    if patch.orig_func_name is None or patch.orig_module is None:  # a module as a target; never applied
+        return False
+    # Not by identity: a class method read twice is two bound methods.
+    return bool(getattr(patch.orig_module, patch.orig_func_name) != patch.orig_func)
+
+
 def in_host_repatch(names: list[str], adaptor: str) -> dict[str, Any]:
     """What unguarded MindSpeed's repatch does with a row of configs, and where each leaves the patches."""
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
@@ -613,10 +621,7 @@ def in_host_repatch(names: list[str], adaptor: str) -> dict[str, Any]:
                 "targets": len(infos),
                 "registered": sum(p.patch_func is not None or bool(p.wrappers) for p in infos),
                 # Not by identity: a class method read twice is two bound methods.
-                "patched": sum(
-                    p.orig_func_name is not None and getattr(p.orig_module, p.orig_func_name) != p.orig_func
-                    for p in infos
-                ),
+                "patched": sum(map(in_host_is_patched, infos)),
             }
         )
     return {"steps": steps, "seconds": seconds, "modules": len(sys.modules)}

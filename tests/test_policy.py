@@ -192,8 +192,9 @@ def test_what_a_file_says_arrives_whole() -> None:
     )
     policy = Policy.parse(text, source="mine")
     assert policy.rules == (
-        Rule("one", "A", ("B",), "first", source="mine"),
+        # What names targets is asked first, wherever in the file it stands.
         Rule("two", "C", ("D",), "second", ("a.b", "a.c"), {"x": True, "y": "deep"}, {"z": False}, "mine"),
+        Rule("one", "A", ("B",), "first", source="mine"),
     )
     assert policy.refusals == (Refusal("r", ("A", "B"), "because", ("a.d",), "mine"),)
     (teardown,) = policy.teardowns
@@ -256,70 +257,70 @@ ELSEWHERE = ("pk_core.other",)
 #: what decides: policy, first, second, index of the winner, the rule that is named
 PRECEDENCE: dict[str, tuple[Policy, Registration, Registration, int, str]] = {
     "forced before a rule with a target": (
-        Policy(rules=(rule("A", "B", targets=HERE),)),
+        Policy(entries=(rule("A", "B", targets=HERE),)),
         A,
         replace(B, force=True),
         1,
         "forced",
     ),
     "forced first before a rule with a target": (
-        Policy(rules=(rule("B", "A", targets=HERE),)),
+        Policy(entries=(rule("B", "A", targets=HERE),)),
         replace(A, force=True),
         B,
         0,
         "forced",
     ),
     "of two forced the later, as in MindSpeed": (
-        Policy(rules=(rule("A", "B", targets=HERE),)),
+        Policy(entries=(rule("A", "B", targets=HERE),)),
         replace(A, force=True),
         replace(B, force=True),
         1,
         "forced",
     ),
     "forced before a refusal": (
-        Policy(refusals=(Refusal("r", ("A", "B"), "why"),)),
+        Policy(entries=(Refusal("r", ("A", "B"), "why"),)),
         A,
         replace(B, force=True),
         1,
         "forced",
     ),
-    "a rule with a target before one without": (
-        Policy(rules=(rule("A", "B", name="general"), rule("B", "A", name="specific", targets=HERE))),
+    "the entry that stands first": (
+        Policy(entries=(rule("B", "A", name="specific", targets=HERE), rule("A", "B", name="general"))),
         A,
         B,
         1,
         "specific",
     ),
     "a rule for another target does not speak": (
-        Policy(rules=(rule("B", "A", name="specific", targets=ELSEWHERE), rule("A", "B", name="general"))),
+        Policy(entries=(rule("B", "A", name="specific", targets=ELSEWHERE), rule("A", "B", name="general"))),
         B,
         A,
         1,
         "general",
     ),
     "the earlier of two rules": (
-        Policy(rules=(rule("B", "A", name="upper"), rule("A", "B", name="lower"))),
+        Policy(entries=(rule("B", "A", name="upper"), rule("A", "B", name="lower"))),
         A,
         B,
         1,
         "upper",
     ),
     "a rule before a priority in code": (
-        Policy(rules=(rule("B", "A", name="general"),)),
+        Policy(entries=(rule("B", "A", name="general"),)),
         replace(A, priority=9),
         B,
         1,
         "general",
     ),
     "a rule before a refusal": (
-        Policy(rules=(rule("B", "A", name="general"),), refusals=(Refusal("r", ("A", "B"), "why"),)),
+        Policy(entries=(rule("B", "A", name="general"), Refusal("r", ("A", "B"), "why"))),
         A,
         B,
         1,
         "general",
     ),
     "a refusal before priorities": (
-        Policy(refusals=(Refusal("refused", ("A", "B"), "why"),), priority={"B": 9}),
+        Policy(entries=(Refusal("refused", ("A", "B"), "why"),), priority={"B": 9}),
         A,
         B,
         0,
@@ -337,7 +338,7 @@ PRECEDENCE: dict[str, tuple[Policy, Registration, Registration, int, str]] = {
     "below nothing": (Policy(priority={"A": -1}), A, B, 1, "priority"),
     "the first registered": (Policy(priority={"A": 3, "B": 3}), A, B, 0, "first-registered"),
     "a rule by feature name": (
-        Policy(rules=(rule("use-b", "use_a", name="named"),)),
+        Policy(entries=(rule("use-b", "use_a", name="named"),)),
         reg("AFeature", feature="use_a"),
         reg("BFeature", feature="use_b"),
         1,
@@ -376,21 +377,21 @@ def test_precedence(case: str) -> None:
 
 
 def test_a_rule_gives_its_own_reason() -> None:
-    decision = Policy(rules=(replace(rule("B", "A"), reason="B decides results"),)).decide(TARGET, [A, B])
+    decision = Policy(entries=(replace(rule("B", "A"), reason="B decides results"),)).decide(TARGET, [A, B])
     assert decision.reason == decision.suppressed[0].reason == "B decides results"
 
 
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (Policy(refusals=(Refusal("refused", ("A", "B", "Z"), "they cannot be combined"),)), "they cannot be combined"),
-        (Policy(refusals=(Refusal("refused", ("A", "B"), "on this target", HERE),)), "on this target"),
+        (Policy(entries=(Refusal("refused", ("A", "B", "Z"), "they cannot be combined"),)), "they cannot be combined"),
+        (Policy(entries=(Refusal("refused", ("A", "B"), "on this target", HERE),)), "on this target"),
         (Policy(), "no rule or priority names this pair"),
         (
-            Policy(refusals=(Refusal("refused", ("A", "B"), "elsewhere", ELSEWHERE),)),
+            Policy(entries=(Refusal("refused", ("A", "B"), "elsewhere", ELSEWHERE),)),
             "no rule or priority names this pair",
         ),
-        (Policy(refusals=(Refusal("refused", ("A", "C"), "others"),)), "no rule or priority names this pair"),
+        (Policy(entries=(Refusal("refused", ("A", "C"), "others"),)), "no rule or priority names this pair"),
     ],
 )
 @pytest.mark.parametrize("order", [(A, B), (B, A)])
@@ -410,15 +411,13 @@ def test_what_nothing_settles_is_kept_or_refused(policy: Policy, why: str, order
 
 def test_a_refusal_of_a_pair_says_nothing_of_one_provider_with_itself() -> None:
     again = reg("A", function("another"))
-    decision = Policy(refusals=(Refusal("refused", ("A", "B"), "why"),)).decide(TARGET, [A, again])
+    decision = Policy(entries=(Refusal("refused", ("A", "B"), "why"),)).decide(TARGET, [A, again])
     assert (decision.winner, decision.rule) == (A, "first-registered")
 
 
 def test_the_suggested_rule_settles_the_conflict() -> None:
     decision = Policy().decide(TARGET, [A, B])
-    header, _, rest = suggested_rule(TARGET, decision.winner, decision.suppressed[0].provider).partition(" ")
-    # TOML wants one key a line; the suggestion is on one.
-    text = "\n".join([header, *re.findall(r'\w+ = (?:"[^"]*"|\[[^\]]*\])', rest)])
+    text = suggested_rule(TARGET, decision.winner, decision.suppressed[0].provider)
     settled = Policy.parse(text).decide(TARGET, [B, A], strict=True)
     assert settled.winner is A
 
@@ -446,7 +445,7 @@ def test_the_same_function_twice_is_no_conflict(strict: bool) -> None:
 def test_a_function_that_is_bound_after_all_is_not_suppressed() -> None:
     # A and C bring one function; B beats A, C beats B: what A wanted is bound.
     shared = function("shared")
-    decision = Policy(rules=(rule("B", "A"), rule("C", "B"))).decide(TARGET, [reg("A", shared), B, reg("C", shared)])
+    decision = Policy(entries=(rule("B", "A"), rule("C", "B"))).decide(TARGET, [reg("A", shared), B, reg("C", shared)])
     assert decision.winner.provider.name == "C"
     assert [s.provider for s in decision.suppressed] == ["B"]
 
@@ -456,8 +455,8 @@ def test_a_stand_in_gives_way_whatever_the_rules_say(strict: bool) -> None:
     dummy = replace(reg("A"), kind=Kind.DUMMY, force=True, priority=99)
     for policy in (
         Policy(),
-        Policy(rules=(rule("A", "B", targets=HERE),)),
-        Policy(refusals=(Refusal("r", ("A", "B"), "w"),)),
+        Policy(entries=(rule("A", "B", targets=HERE),)),
+        Policy(entries=(Refusal("r", ("A", "B"), "w"),)),
     ):
         for order in ((dummy, B), (B, dummy)):
             decision = policy.decide(TARGET, order, strict=strict)
@@ -468,7 +467,7 @@ def test_a_stand_in_gives_way_whatever_the_rules_say(strict: bool) -> None:
 
 @pytest.mark.parametrize("order", itertools.permutations((A, B, C)))
 def test_three_replacements_have_one_winner_in_any_order(order: tuple[Registration, ...]) -> None:
-    policy = Policy(rules=(rule("C", "A", "B"), rule("B", "A")))
+    policy = Policy(entries=(rule("C", "A", "B"), rule("B", "A")))
     decision = policy.decide(TARGET, order, strict=True)
     assert decision.winner is C
     assert decision.listed
@@ -477,7 +476,7 @@ def test_three_replacements_have_one_winner_in_any_order(order: tuple[Registrati
 
 
 def test_three_replacements_one_pair_of_which_nothing_settles() -> None:
-    policy = Policy(rules=(rule("C", "B"),))
+    policy = Policy(entries=(rule("C", "B"),))
     decision = policy.decide(TARGET, [A, B, C])
     assert decision.winner is A
     assert not decision.listed
@@ -485,7 +484,7 @@ def test_three_replacements_one_pair_of_which_nothing_settles() -> None:
     with pytest.raises(ConflictError):
         policy.decide(TARGET, [A, B, C], strict=True)
     # A later pair that is settled does not make up for it.
-    assert not Policy(rules=(rule("A", "C"),)).decide(TARGET, [A, B, C]).listed
+    assert not Policy(entries=(rule("A", "C"),)).decide(TARGET, [A, B, C]).listed
 
 
 def test_one_replacement_needs_no_rule() -> None:
@@ -547,7 +546,7 @@ CHANGES: dict[str, tuple[list[Rule], dict[str, Any], list[tuple[Any, ...]]]] = {
 def test_argument_changes(case: str) -> None:
     rules, arguments, expected = CHANGES[case]
     given = dict(arguments)
-    changes = Policy(rules=tuple(rules)).argument_changes(given)
+    changes = Policy(entries=tuple(rules)).argument_changes(given)
     assert [(c.name, c.before, c.after, c.rule.name) for c in changes] == expected
     assert [type(c.after) for c in changes] == [type(e[2]) for e in expected]
     assert given == arguments
@@ -644,3 +643,12 @@ def test_the_teardown_is_of_a_feature_that_the_table_knows() -> None:
     assert teardown.feature == "BatchInvariantFeature"
     assert set(teardown.unless) == {"use_batch_invariant_ops", "batch_invariant_mode"}
     assert all(part.isidentifier() for part in teardown.call.split("."))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_one_that_beats_all_others_wins_in_any_order_of_registration(order: tuple[int, ...]) -> None:
+    policy = Policy(entries=(rule("C", "A"), rule("C", "B")))
+    three = [A, B, reg("C")]
+    decision = policy.decide(TARGET, [three[i] for i in order], strict=True)
+    assert decision.winner.provider.name == "C" and decision.listed
+    assert {s.provider for s in decision.suppressed} == {"A", "B"}
