@@ -442,7 +442,7 @@ class Guard:
             raise FrozenError(f"{text}. Do it before freeze(), or call unfreeze() first.")
         self.journal.warning(message=text)
 
-    def apply(self, registry: Registry, patches: Iterable[PatchLike] | None = None, *, final: bool = True) -> None:
+    def apply(self, registry: Registry, patches: Iterable[PatchLike] | None = None) -> None:
         """Put a registry's plan, or some of its targets, in force beside the other layers."""
         with self.lock, self.engine.transaction() as transaction:
             if self._session is None and self._activation is None:
@@ -460,7 +460,7 @@ class Guard:
                 if same and self.engine.in_force():
                     return
                 self.refuse_if_frozen("apply_patches()")
-            self._install(registry, entries, final=final)
+            self._install(registry, entries)
 
     def withdraw(self, registry: Registry, target: str) -> None:
         """Restore one target of one layer."""
@@ -482,13 +482,13 @@ class Guard:
                 self.engine.settle()
             self._last = None
 
-    def _install(self, registry: Registry, entries: list[TargetPlan], *, final: bool = True) -> None:
+    def _install(self, registry: Registry, entries: list[TargetPlan]) -> None:
         with self.engine.transaction() as transaction:
             before = {name: list(found) for name, found in self._in_force.items()}
             transaction.on_rollback(lambda: self._restore_in_force(before))
             self._in_force[registry.name] = entries
             targets = [entry for layer in self._registries for entry in self._in_force.get(layer.name, [])]
-            changes = self.engine.install(targets, self._merge, final=final)
+            changes = self.engine.install(targets, self._merge)
             for layer in self._registries:
                 layer.sync()
             if self._session is not None:
@@ -569,8 +569,7 @@ class Guard:
         if phase == "main":
             host.registry.release_direct()
             self._last_arguments = dict(vars(args))
-        # Within a repatch the second phase brings the one full pass over all modules.
-        self.apply(host.registry, final=phase == "main" or self._session is None)
+        self.apply(host.registry)
 
     def _register_features(self, host: Host, phase: Literal["pre", "main"], args: Any) -> None:
         active = set() if phase == "pre" else set(self._active_features)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from patchguard.arguments import ArgumentTypes
-from patchguard.bindings import follow, modules
+from patchguard.bindings import Bindings
 from patchguard.errors import HostError
 from patchguard.registry import Registry
 from patchguard.target import MISSING, Slot, module_dict
@@ -378,11 +378,9 @@ class Hooks:
     def _rebind(self, swap: Mapping[int, Any]) -> None:
         """Modules that imported ``repatch`` by name follow."""
 
-        def visit(module: types.ModuleType, own: dict[str, Any], name: str, value: Any) -> None:
+        for module, name, value in Bindings().find(["repatch"]):
             if id(value) in swap:
-                own[name] = swap[id(value)]
-
-        follow(modules(), {"repatch"}, visit)
+                module_dict(module)[name] = swap[id(value)]
 
 
 def registry_record(registry: Registry) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from patchguard.bindings import ModuleWatch, follow, modules
+from patchguard.bindings import Bindings
 from patchguard.errors import FeatureError, PatchError, TargetError
 from patchguard.plan import TargetPlan, containment_order
 from patchguard.target import MISSING, Slot, is_module, make_dummy_module, module_dict, resolve
@@ -128,9 +128,9 @@ class Engine:
         self._steps: list[Step] = []
         self._lifted_steps: list[Step] = []
         self._pool: dict[str, types.ModuleType] = {}
-        self._holders: list[types.ModuleType] = []
         self._created: set[Key] = set()  # slots of names that exist only because they were patched
-        self._watch = ModuleWatch()
+        self._bindings = Bindings()
+        self._looked = False  # whether every module that is there was looked at for the plan in force
         self._transaction: Transaction | None = None
         #: Grows with each write, so that others can tell whether anything has changed.
         self.writes = 0
@@ -170,27 +170,22 @@ class Engine:
             list(self._steps),
             list(self._lifted_steps),
             dict(self._pool),
-            list(self._holders),
             set(self._created),
         )
 
     def _restore_state(self, state: tuple[Any, ...]) -> None:
-        self.ledger, self.applied, self._steps, self._lifted_steps, self._pool, self._holders, self._created = state
-        # Modules that arrived meanwhile are looked at again next time.
-        self._watch.forget()
+        self.ledger, self.applied, self._steps, self._lifted_steps, self._pool, self._created = state
+        self._looked = False
 
     # -- one way in -----------------------------------------------------------------------------------
 
-    def install(self, targets: Sequence[TargetPlan], merge: Merge, *, final: bool = True) -> list[Change]:
+    def install(self, targets: Sequence[TargetPlan], merge: Merge) -> list[Change]:
         """Make ``targets`` the plan in force; what is in force and not among them is restored.
 
         Args:
             targets: the plan; of several entries for one slot, those of one layer are merged by ``merge`` and
                 those of different layers stack in order.
             merge: decides between two entries of one layer that turn out to name one slot.
-            final: whether this is the last installation before others may rely on it. One that is not looks
-                for aliases only where the plan before had some and in modules that arrived since; the one
-                full pass comes with the next.
 
         An entry whose functions and original are unchanged keeps the object it bound. After `lift` nothing
         is in force, so every wrapper is called anew, as in MindSpeed's repatch.
@@ -211,7 +206,7 @@ class Engine:
             by_slot: dict[Key, Applied] = {}
             for entry in ordered:
                 self._apply(entry, previous, by_slot, old_steps, merge)
-            self._sweep(old_steps, final=final)
+            self._sweep(old_steps)
             return transaction.changes[first_change:]
 
     def lift(self) -> None:
@@ -221,7 +216,6 @@ class Engine:
         leaves them), stay until `settle`: what is imported meanwhile may need them.
         """
         with self.transaction() as transaction:
-            holders = {id(r.slot.owner): r.slot.owner for r in self.ledger.values()}
             for key, record in list(self.ledger.items()):
                 raw = record.slot.read()
                 if raw is not record.after:
@@ -235,7 +229,6 @@ class Engine:
                     self._write(record.slot, record.before, record.before)
             # What modules may still hold of the plan that was in force, for those that arrived since.
             self._lifted_steps = self._lifted_steps + self._steps
-            self._holders = [m for m in holders.values() if is_module(m)]
             self.applied = {}
             self._steps = []
             transaction.changes.append(Change("restore", "*", {"reason": "repatch"}))
@@ -243,8 +236,6 @@ class Engine:
     def settle(self) -> None:
         """Delete the created names and stand-in modules that the plan in force does not need."""
         with self.transaction():
-            if self._holders:
-                self._sweep(self._steps, final=True)
             needed = {a.slot.key for a in self.applied.values() if a.slot is not None}
             for a in self.applied.values():
                 for path in a.dummies:
@@ -275,7 +266,7 @@ class Engine:
                     self._steps.append(step)
                     finals.setdefault(slot.name, []).append(applied)
 
-            def visit(module: types.ModuleType, namespace: dict[str, Any], name: str, raw: Any) -> None:
+            for module, name, raw in self._bindings.find(finals):
                 for applied in finals[name]:
                     step = applied.step
                     if step is None or raw is not step.after or not step.reaches(module):
@@ -284,21 +275,19 @@ class Engine:
                         continue
                     slot = Slot(module, name)
                     self.ledger[slot.key] = Record(slot, step.before, raw)
-
-            follow(modules(), finals.keys(), visit)
-            self._watch.mark()
+            self._looked = True
 
     def arrived(self) -> bool:
         """Whether modules came since the last installation."""
-        return bool(self._watch.arrived())
+        return not self._looked or self._bindings.arrived()
 
-    def follow_arrivals(self) -> int:
-        """Bring modules that arrived since the last installation in line; returns how many there were."""
-        arrived = self._watch.arrived()
-        if arrived:
-            with self.transaction():
-                self._sweep(self._steps, final=True)
-        return len(arrived)
+    def follow_arrivals(self) -> bool:
+        """Bring modules that arrived since the last installation in line; returns whether there were any."""
+        if not self.arrived():
+            return False
+        with self.transaction():
+            self._sweep(self._steps)
+        return True
 
     def uninstall(self) -> list[Change]:
         """Put every slot back as it was, and forget everything."""
@@ -310,12 +299,13 @@ class Engine:
             for key in reversed(list(self.ledger)):
                 self._put_back(key, str(self.ledger[key].slot))
             self._lifted_steps = []
-            self._sweep(steps, final=True)
+            self._sweep(steps)
             # Aliases found by that last look were put straight to their originals.
             self.ledger.clear()
             self._pool.clear()
             self._created.clear()
-            self._watch.forget()
+            self._bindings.forget()
+            self._looked = False
             return transaction.changes[first_change:]
 
     def in_force(self) -> bool:
@@ -469,7 +459,7 @@ class Engine:
                 raw = step.before
         return raw
 
-    def _sweep(self, old_steps: list[Step], *, final: bool) -> None:
+    def _sweep(self, old_steps: list[Step]) -> None:
         """One pass: bring every module attribute that is an alias of a target in line with it."""
         new_by_name = _by_name(self._steps)
         old_by_name = _by_name(self._lifted_steps + old_steps)
@@ -478,7 +468,7 @@ class Engine:
             a.slot.key: a for a in self.applied.values() if a.slot is not None and a.slot.is_module_level
         }
 
-        def visit(module: types.ModuleType, namespace: dict[str, Any], name: str, raw: Any) -> None:
+        def visit(module: types.ModuleType, name: str, raw: Any) -> None:
             key = (id(module), name)
             steps = new_by_name.get(name, [])
             record = self.ledger.get(key)
@@ -499,20 +489,9 @@ class Engine:
             if new is not raw or (record is None and origin is not raw):
                 self._write(Slot(module, name), new, origin)
 
-        arrived = self._watch.arrived()
-        if not final:
-            follow({id(m): m for m in [*self._holders, *arrived]}.values(), names, visit)
-            return
-        changed = (
-            names
-            if self._lifted_steps
-            else {n for n in names if not _same_steps(new_by_name.get(n, ()), old_by_name.get(n, ()))}
-        )
-        if changed:
-            follow(modules(), changed, visit)
-        follow(arrived, names - changed, visit)
-        self._holders = []
-        self._watch.mark()
+        for module, name, raw in self._bindings.find(names):
+            visit(module, name, raw)
+        self._looked = True
 
     # -- writing --------------------------------------------------------------------------------------
 
@@ -659,12 +638,6 @@ def refers_to(value: Any, inner: Any, depth: int = 4) -> bool:
     elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
         candidates.append(value.__func__)
     return any(c is not MISSING and refers_to(c, inner, depth - 1) for c in candidates)
-
-
-def _same_steps(first: Sequence[Step], second: Sequence[Step]) -> bool:
-    return len(first) == len(second) and all(
-        a.before is b.before and a.after is b.after for a, b in zip(first, second, strict=True)
-    )
 
 
 def _by_name(steps: Sequence[Step]) -> dict[str, list[Step]]:

@@ -29,13 +29,14 @@ import os
 import pathlib
 import sys
 import threading
+import time
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from patchguard.errors import PatchError
 from patchguard.version import __version__
@@ -535,7 +536,7 @@ class Journal:
     ) -> None:
         if keep < 0:
             raise PatchError(f"keep={keep}: expected the number of events to keep, 0 or more")
-        self._events: deque[dict[str, Any]] = deque(maxlen=keep)
+        self._events: deque[dict[str, Any] | _Kept] = deque(maxlen=keep)
         self._sequence = itertools.count(1)
         self._node = _node()
         self._inside = threading.local()
@@ -581,7 +582,11 @@ class Journal:
         """
         if level not in _LEVELS:
             level = "warning"
-        record = self._record(event, level, fields)
+        kept = _Kept(event, level, next(self._sequence), time.time_ns(), os.getpid(), self._bound, _described(fields))
+        if self._nobody_wants(event, _LEVELS[level]):
+            self._events.append(kept)  # made into a record when somebody asks
+            return
+        record = self._record(kept)
         self._events.append(record)
         self._deliver(record, _LEVELS[level])
 
@@ -642,7 +647,11 @@ class Journal:
                 break
             except RuntimeError:  # another thread appended meanwhile
                 continue
-        return [_copy(record) for record in kept if event is None or record["event"] == event]
+        found = []
+        for item in kept:
+            if event is None or (item.event if isinstance(item, _Kept) else item["event"]) == event:
+                found.append(_copy(self._record(item) if isinstance(item, _Kept) else item))
+        return found
 
     def preload(self) -> None:
         """Import structlog now rather than with the first event that has to be rendered.
@@ -666,22 +675,33 @@ class Journal:
         self.flush()
         self._sinks.clear()
 
-    def _record(self, event: str, level: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, kept: _Kept) -> dict[str, Any]:
+        moment = datetime.fromtimestamp(kept.nanoseconds // 1_000 / 1e6, timezone.utc)
         record: dict[str, Any] = {
-            "timestamp": datetime.now(timezone.utc).isoformat(timespec="microseconds")[: -len("+00:00")] + "Z",
-            "level": level,
-            "event": event,
-            "seq": next(self._sequence),
+            "timestamp": moment.isoformat(timespec="microseconds")[: -len("+00:00")] + "Z",
+            "level": kept.level,
+            "event": kept.event,
+            "seq": kept.sequence,
             "rank": _rank(),
         }
         local_rank = _number_in_environment(_LOCAL_RANK_VARIABLES)
         if local_rank is not None:
             record["local_rank"] = local_rank
-        record["pid"] = os.getpid()
+        record["pid"] = kept.pid
         record["node"] = self._node
-        record.update(self._bound)
-        _add(record, fields)
+        record.update(kept.bound)
+        record.update(kept.fields)
         return record
+
+    def _nobody_wants(self, event: str, number: int) -> bool:
+        """The cheap way out, taken by nearly every event: no sink is open, or its threshold is higher."""
+        if not self._sinks:
+            return True
+        if len(self._sinks) > 1 or "console" not in self._sinks:
+            return False
+        if self._threshold is not None:
+            return number < self._threshold
+        return number < _LEVELS["warning"] and event != "summary"
 
     def _wants(self, name: str, record: dict[str, Any], number: int) -> bool:
         if name != "console":
@@ -740,6 +760,24 @@ def _all_ranks(faults: list[str]) -> bool:
     if text not in ("", "0", "all"):
         faults.append(f"PATCHGUARD_LOG_RANKS={text!r} is ignored: expected all or 0")
     return text == "all"
+
+
+class _Kept(NamedTuple):
+    """An event that nobody was waiting for: what it takes to make its record later."""
+
+    event: str
+    level: str
+    sequence: int
+    nanoseconds: int
+    pid: int
+    bound: dict[str, Any]
+    fields: dict[str, Any]
+
+
+def _described(fields: dict[str, Any]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    _add(record, fields)
+    return record
 
 
 def _add(record: dict[str, Any], fields: dict[str, Any]) -> None:

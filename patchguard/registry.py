@@ -268,7 +268,7 @@ class Registry:
             found = [r for r in known if r.kind is not Kind.WRAPPER]
             if not any(r.function is function for r in found):
                 found.append(self._unseen(patch, function, Kind.REPLACEMENT))
-            else:
+            elif len(found) > 1:
                 decision = self._decide(patch, found)
                 if decision is not None and decision.winner.function is not function:
                     found = [replace(r, force=r.function is function) for r in found]

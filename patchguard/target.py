@@ -48,6 +48,8 @@ def is_module(value: Any) -> bool:
 
 def module_dict(module: types.ModuleType) -> dict[str, Any]:
     """The module's own dictionary, past any ``__getattribute__`` or ``__dict__`` of a subclass."""
+    if type(module) is types.ModuleType:
+        return module.__dict__
     found = _get_module_dict(module)
     # A module object made by ModuleType.__new__ alone has none.
     return found if found is not None else {}

@@ -175,7 +175,7 @@ def test_an_event_does_not_hold_or_follow_the_objects_it_names() -> None:
 
 @pytest.mark.parametrize("name", RANK_VARIABLES)
 def test_rank_comes_from_the_launcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(level="off")
+    journal = Journal(level="off", sink=lambda event: None)
     journal.skip()
     monkeypatch.setenv(name, "5")
     journal.skip()
@@ -183,7 +183,7 @@ def test_rank_comes_from_the_launcher(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_rank_variables_have_an_order_and_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(level="off")
+    journal = Journal(level="off", sink=lambda event: None)
     monkeypatch.setenv("SLURM_PROCID", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "6")
     journal.skip()
@@ -197,14 +197,14 @@ def test_rank_variables_have_an_order_and_nonsense_is_passed_over(monkeypatch: p
 @pytest.mark.parametrize("name", LOCAL_RANK_VARIABLES)
 def test_local_rank_comes_from_the_launcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "3")
-    journal = Journal(level="off")
+    journal = Journal(level="off", sink=lambda event: None)
     journal.skip()
     assert journal.events[0]["local_rank"] == 3
 
 
 def test_rank_of_an_initialized_process_group_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    journal = Journal(level="off")
+    journal = Journal(level="off", sink=lambda event: None)
     initialized = False
     distributed = types.ModuleType("torch.distributed")
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
