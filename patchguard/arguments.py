@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from patchguard.errors import ArgumentsError
 
-__all__ = ["ArgumentType", "ArgumentTypes", "argument_type", "normalise"]
+__all__ = ["ArgumentType", "ArgumentTypes", "argument_type", "feature_switches", "normalise"]
 
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
@@ -527,6 +527,27 @@ def _action_type(parser: argparse.ArgumentParser, action: argparse.Action) -> Ar
     if isinstance(action.default, str) and not (action.type is None or action.type is str):
         return kind  # argparse parses it
     return _with_default(kind, action.default)
+
+
+def feature_switches(names: Iterable[str]) -> ArgumentTypes:
+    """Types for arguments that features are named after and nobody declares.
+
+    Most are switches, and features test their truth, so text such as "no" must not pass for true. A few name
+    an argument with a value (``position_embedding_type``): other text is left as it is there.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    found = set(names)
+    for name in sorted(found):
+        if not name.startswith("use_"):
+            parser.add_argument(f"--{name}", dest=name, type=_switch_or_text)
+    return ArgumentTypes.from_parser(parser).merged(ArgumentTypes.switches(n for n in found if n.startswith("use_")))
+
+
+def _switch_or_text(text: str) -> bool | str:
+    folded = text.strip().lower()
+    if folded in ("true", "yes", "on", "1"):
+        return True
+    return False if folded in ("false", "no", "off", "0") else text
 
 
 # ---------------------------------------------------------------------------------------------------------

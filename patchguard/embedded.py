@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from patchguard.arguments import ArgumentTypes
+from patchguard.arguments import ArgumentTypes, feature_switches
 from patchguard.registry import Registry
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class EmbeddedHost:
 
     def types(self) -> ArgumentTypes:
         """What type each argument asks for: feature names are switches, declarations come on top."""
-        switches = ArgumentTypes.switches(f.feature_name for f in self.features)
+        switches = feature_switches(f.feature_name for f in self.features)
         parser = argparse.ArgumentParser(add_help=False)
         for feature in self.features:
             feature.register_args(parser)

@@ -15,11 +15,11 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from patchguard.arguments import ArgumentTypes
+from patchguard.arguments import ArgumentTypes, feature_switches
 from patchguard.bindings import Bindings
 from patchguard.errors import HostError
 from patchguard.registry import Registry
@@ -113,27 +113,6 @@ def _version_beside(folders: tuple[str, ...]) -> str | None:
     return None
 
 
-def switches(names: Iterable[str]) -> ArgumentTypes:
-    """Types for arguments that features are named after and nobody declares.
-
-    Most are switches, and features test their truth, so text such as "no" must not pass for true. A few name
-    an argument with a value (``position_embedding_type``): other text is left as it is there.
-    """
-    parser = argparse.ArgumentParser(add_help=False)
-    found = set(names)
-    for name in sorted(found):
-        if not name.startswith("use_"):
-            parser.add_argument(f"--{name}", dest=name, type=_switch_or_text)
-    return ArgumentTypes.from_parser(parser).merged(ArgumentTypes.switches(n for n in found if n.startswith("use_")))
-
-
-def _switch_or_text(text: str) -> bool | str:
-    folded = text.strip().lower()
-    if folded in ("true", "yes", "on", "1"):
-        return True
-    return False if folded in ("false", "no", "off", "0") else text
-
-
 class MindSpeedHost:
     """MindSpeed 0.12 to 0.16: one ``Patch`` per dotted target, features in two phases, leaking arguments."""
 
@@ -166,7 +145,7 @@ class MindSpeedHost:
 
     def types(self) -> ArgumentTypes:
         """From Megatron's config classes, the features' own declarations and their names (switches)."""
-        known = switches(str(f.feature_name) for f in self.features)
+        known = feature_switches(str(f.feature_name) for f in self.features)
         for module, names in CONFIG_MODULES.items():
             for name in names:
                 cls = module_dict(sys.modules[module]).get(name) if module in sys.modules else None

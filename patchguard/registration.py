@@ -186,6 +186,9 @@ def _same(first: Any, second: Any, assumed: frozenset[tuple[int, int]]) -> bool:
         return False
     if first.__code__ is not second.__code__ or first.__globals__ is not second.__globals__:
         return False
+    if (first.__module__, first.__qualname__) != (second.__module__, second.__qualname__):
+        # Made by one factory, but given names of their own: somebody means them to be different.
+        return False
     return (
         _same_values(first.__defaults__ or (), second.__defaults__ or (), assumed)
         and _same_named(first.__kwdefaults__ or {}, second.__kwdefaults__ or {}, assumed)

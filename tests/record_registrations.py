@@ -2,7 +2,7 @@
 
 Usage: ``python tests/record_registrations.py [host ...]`` writes ``tests/data/registrations-<host>.json`` for
 the named host checkouts (all that are found, without names). See `hosts` for where the checkouts are. A
-recording takes about two minutes a host.
+recording takes about five minutes a host.
 
 A recording of one host holds
 
@@ -240,8 +240,10 @@ def scrub(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """*value* as JSON, by way of its repr where it has to be."""
-    if isinstance(value, (str, int, float, bool)) or value is None:
+    """*value* as JSON, without this machine's paths, and by way of its repr where it has to be."""
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, (int, float, bool)) or value is None:
         return value
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
@@ -530,7 +532,7 @@ def _importable(module: str) -> bool:
 def in_host_survey(targets: list[str], adaptor: str) -> dict[str, Any]:
     """``slots``: the facts of every target before it was patched, taken while the adaptor is imported.
 
-    Adds ``spread`` to targets patched at import whose value is a plain one: the other modules with an attribute
+    ``error`` says why a target could not be looked at. Adds ``spread`` to targets patched at import whose value is a plain one: the other modules with an attribute
     of the same name and value, which MindSpeed overwrites together with it.
     """
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
@@ -543,7 +545,8 @@ def in_host_survey(targets: list[str], adaptor: str) -> dict[str, Any]:
             try:
                 slots[target], owners[target], values[target] = survey_slot(target)
             except Exception as error:
-                slots[target] = {"owner": "error", "value": scrub(f"{type(error).__name__}: {error}")}
+                message = scrub(f"{type(error).__name__}: {error}")
+                slots[target] = {"owner": "error", "value": "error", "error": message}
 
     rounds = 0
 

@@ -428,3 +428,17 @@ def test_each_registration_is_its_own() -> None:
     one, two = (Registration("a.b", plain, Kind.REPLACEMENT, Provider("P")) for _ in range(2))
     assert one != two
     assert len({one, two}) == 2
+
+
+@pytest.mark.parametrize("attribute", ["__qualname__", "__module__"])
+def test_functions_of_one_factory_that_were_given_different_names_are_different(attribute: str) -> None:
+    def factory() -> Callable[[], None]:
+        def made() -> None:
+            return None
+
+        return made
+
+    first, second = factory(), factory()
+    assert same_callable(first, second)
+    setattr(second, attribute, "other")
+    assert not same_callable(first, second)
