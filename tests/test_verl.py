@@ -78,8 +78,9 @@ print(json.dumps([v.run(engine, v.engine_config(v.CONFLICT)), v.run(engine, v.en
         assert (got["error"] is None) if error is None else (error in got["error"])
 
 
-@pytest.mark.parametrize("version", ["0.8.0", "0.9.1"])
-@pytest.mark.parametrize("late", [False, True], ids=["installed-first", "installed-after-verl"])
+@pytest.mark.parametrize(
+    ("version", "late"), [("0.8.0", False), ("0.9.1", True)], ids=["0.8.0-guard-first", "0.9.1-guard-after-verl"]
+)
 def test_guarded_verl_ends_in_the_right_state_in_any_order(version: str, late: bool) -> None:
     need(version)
     install = "import patchguard\nguard = patchguard.install()"
