@@ -16,6 +16,7 @@ from patchguard.arguments import ArgumentTypes, normalise
 from patchguard.embedded import EmbeddedHost, Feature
 from patchguard.errors import FeatureError, FrozenError, HostError, PatchError, PolicyError, TargetError
 from patchguard.explanation import Explanation, explain_target
+from patchguard.fleet import compare, digest
 from patchguard.hosts import CONFIG_MODULES, Hooks, Host, MindSpeedHost, MindSpeedLLMHost, versions
 from patchguard.install import Change, Engine, Transaction
 from patchguard.journal import Journal
@@ -25,6 +26,7 @@ from patchguard.policy import ArgumentChange, Policy, Suppressed, suggested_rule
 from patchguard.registration import CallSite, Provider, Registration
 from patchguard.registry import PatchLike, Registry
 from patchguard.snapshot import snapshot_of
+from patchguard.target import Slot, resolve
 from patchguard.verify import Finding, verify
 from patchguard.version import __version__
 
@@ -129,6 +131,7 @@ class Guard:
         self._frozen: str | None = None
         self._freeze_mode = "refuse"
         self._verified: dict[str, Any] = {}
+        self._side_effects: dict[str, tuple[str, Slot, Any]] = {}
         self._mindspeed: MindSpeedHost | None = None
         self._llm: MindSpeedLLMHost | None = None
         self.embedded = EmbeddedHost(self)
@@ -237,6 +240,16 @@ class Guard:
         with self.lock:
             return snapshot_of(self)
 
+    def digest(self) -> dict[str, Any]:
+        """What is in force by names alone, to send to another process; see `compare`."""
+        with self.lock:
+            return digest(self)
+
+    @staticmethod
+    def compare(digests: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+        """The ranks whose `digest` differs from the majority's, and how."""
+        return compare(digests)
+
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the plan in force."""
@@ -286,6 +299,7 @@ class Guard:
                     registry.forget()
                     registry.sync()
                 self._arguments.reset(keep=self.accumulate)
+                self._undo_side_effects()
                 self._teardown(self._active_features, (), {})
             self._in_force.clear()
             self._last = None
@@ -530,6 +544,9 @@ class Guard:
                 transaction.on_rollback(registry.snapshot())
                 self._in_force[registry.name] = []
                 registry.hold_direct()
+                side_effects = dict(self._side_effects)
+                transaction.on_rollback(lambda: setattr(self, "_side_effects", side_effects))
+                self._undo_side_effects()
                 if self._session is not None:
                     self.engine.lift()
                 else:
@@ -585,6 +602,7 @@ class Guard:
                     continue
                 active.add(name)
                 self._active_features = frozenset(active)
+                self._remember(name)
                 with self._as(provider, phase):
                     if phase == "pre":
                         feature.pre_register_patches(host.manager, args)
@@ -749,6 +767,23 @@ class Guard:
                 )
         return found
 
+    def _remember(self, feature: str) -> None:
+        """Remember the slots that a feature is known to write while registering."""
+        for entry in self.policy.teardowns:
+            if entry.feature == feature:
+                for path in entry.restore:
+                    slot = resolve(path).slot
+                    if slot is not None:
+                        raw = self.engine.note(slot)
+                        self._side_effects.setdefault(path, (feature, slot, raw))
+
+    def _undo_side_effects(self) -> None:
+        """Put back what features wrote while registering."""
+        for path, (feature, slot, raw) in self._side_effects.items():
+            if self.engine.put(slot, raw):
+                self.journal.teardown(feature=feature, restored=path)
+        self._side_effects = {}
+
     def _teardown(self, before: Iterable[str], now: Iterable[str], arguments: Mapping[str, Any]) -> None:
         """Undo what features did while registering that are not in force ``now``, under ``arguments``."""
         before, now = frozenset(before), frozenset(now)
@@ -756,6 +791,8 @@ class Guard:
             if entry.feature not in before:
                 continue
             if entry.feature in now and (not entry.unless or any(bool(arguments.get(n)) for n in entry.unless)):
+                continue
+            if entry.call is None:
                 continue
             module, _, name = entry.call.rpartition(".")
             function = vars(sys.modules[module]).get(name) if module in sys.modules else None

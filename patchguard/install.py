@@ -233,6 +233,21 @@ class Engine:
             self._steps = []
             transaction.changes.append(Change("restore", "*", {"reason": "repatch"}))
 
+    def note(self, slot: Slot) -> Any:
+        """The raw entry of a slot that somebody is about to write; a rollback puts it back."""
+        if self._transaction is not None:
+            self._transaction.log(slot)
+        return slot.read()
+
+    def put(self, slot: Slot, raw: Any) -> bool:
+        """Write a slot that is no target, as part of the transaction; returns whether it was different."""
+        if slot.read() is raw:
+            return False
+        with self.transaction() as transaction:
+            transaction.log(slot)
+            slot.write(raw)
+        return True
+
     def settle(self) -> None:
         """Delete the created names and stand-in modules that the plan in force does not need."""
         with self.transaction():

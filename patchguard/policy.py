@@ -78,15 +78,18 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Teardown:
-    """The function that undoes what ``feature`` did while registering.
+    """What undoes the side effects that ``feature`` has while registering.
 
-    It is called when the feature was in force and none of the arguments ``unless`` is true any more (all
-    features' arguments, when ``unless`` is empty: then as soon as the feature registers nothing).
+    ``restore`` names slots that it writes: they are remembered before it registers, and put back before the next
+    repatch lets features register again. ``call`` names a function; it is called when the feature was in force
+    and none of the arguments ``unless`` is true any more (when ``unless`` is empty: as soon as the feature
+    registers nothing).
     """
 
     feature: str
-    call: str
     reason: str
+    call: str | None = None
+    restore: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     source: str = "code"
 
@@ -344,8 +347,9 @@ class _Reader:
         },
         "teardown": {
             "feature": ("text", True),
-            "call": ("text", True),
             "reason": ("text", True),
+            "call": ("text", False),
+            "restore": ("list of text", False),
             "unless": ("list of text", False),
         },
     }
@@ -381,9 +385,19 @@ class _Reader:
             for t in self.tables("refuse")
         )
         teardowns = tuple(
-            Teardown(t["feature"], t["call"], t["reason"], tuple(t.get("unless", ())), self.source)
+            Teardown(
+                t["feature"],
+                t["reason"],
+                t.get("call"),
+                tuple(t.get("restore", ())),
+                tuple(t.get("unless", ())),
+                self.source,
+            )
             for t in self.tables("teardown")
         )
+        for i, teardown in enumerate(teardowns):
+            if not teardown.call and not teardown.restore:
+                self.fail("teardown", i, "call", "is missing, and so is 'restore'; give one of them")
         named = [("rule", i, r.name) for i, r in enumerate(rules)]
         self.unique(named + [("refuse", i, r.name) for i, r in enumerate(refusals)])
         for i, rule in enumerate(rules):

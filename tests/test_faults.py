@@ -509,3 +509,59 @@ def test_strict_mode_leaves_no_trace_of_a_refused_repatch(core: types.ModuleType
     assert guard.snapshot() == before
     assert {k: id(v) for k, v in vars(core).items()} == {k: id(v) for k, v in namespace.items()}
     guard.uninstall()
+
+
+# -- F11: what a feature did while registering --------------------------------------------------------
+
+
+SIDE_EFFECTS = """
+[[teardown]]
+feature = "swapping_feature"
+restore = ["pk_tensor.Tensor.copy_", "pk_tensor.total"]
+call = "pk_tensor.disable"
+unless = ["swap_mode"]
+reason = "writes them while registering"
+"""
+
+
+def test_leaving_a_feature_undoes_what_it_did_while_registering(mod: Mod) -> None:
+    class Tensor:
+        def copy_(self) -> list[str]:
+            return ["copy"]
+
+    def wrapped(function: Any) -> Any:
+        return lambda *args: ["swap", *function(*args)]
+
+    calls: list[str] = []
+    lib = mod("pk_tensor", Tensor=Tensor, total=lambda: ["sum"], disable=lambda: calls.append("disable"))
+    originals = dict(vars(Tensor)), lib.total
+
+    def swapping_feature(registry: Any, args: Any) -> None:
+        Tensor.copy_ = wrapped(Tensor.copy_)  # type: ignore[method-assign]
+        lib.total = wrapped(lib.total)  # type: ignore[attr-defined]
+        if getattr(args, "fail", False):
+            raise RuntimeError("after the fact")
+
+    class Swapping(patchguard.Feature):
+        def register_patches(self, patch_manager: Any, args: Any) -> None:
+            swapping_feature(patch_manager, args)
+
+    Swapping.__name__ = "swapping_feature"
+    guard = patchguard.Guard(policy=patchguard.Policy.parse(SIDE_EFFECTS), journal=Journal(level="off"))
+    guard.declare(swap_mode=bool, fail=bool, other=int)
+    guard.add_feature(Swapping("swap"))
+    for other in range(3):  # a changed config each time: unguarded, three layers
+        guard.repatch({"swap": True, "swap_mode": True, "other": other})
+        assert Tensor().copy_() == ["swap", "copy"] and lib.total() == ["swap", "sum"]
+        assert calls == []
+    held = vars(Tensor)["copy_"]
+    with pytest.raises(FeatureError):
+        guard.repatch({"swap": True, "fail": True})
+    assert vars(Tensor)["copy_"] is held and lib.total() == ["swap", "sum"]
+    calls.clear()
+    guard.repatch({"swap": True})  # still there, without the mode that the function undoes
+    assert calls == ["disable"] and Tensor().copy_() == ["swap", "copy"]
+    guard.repatch({})
+    assert dict(vars(Tensor)) == originals[0] and lib.total is originals[1]
+    guard.uninstall()
+    assert dict(vars(Tensor)) == originals[0] and lib.total is originals[1]

@@ -639,8 +639,9 @@ def test_each_entry_gives_a_reason_in_sentences(entry: Any) -> None:
 
 
 def test_the_teardown_is_of_a_feature_that_the_table_knows() -> None:
-    (teardown,) = SHIPPED.teardowns
+    teardown, slots = SHIPPED.teardowns
     assert teardown.feature == "BatchInvariantFeature"
+    assert slots.feature == "VirtualOptimizerFeature" and all(p.startswith("torch.Tensor.") for p in slots.restore)
     assert set(teardown.unless) == {"use_batch_invariant_ops", "batch_invariant_mode"}
     assert all(part.isidentifier() for part in teardown.call.split("."))
 

@@ -9,6 +9,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -367,3 +368,28 @@ def test_a_replaced_class_reports_what_it_does_not_reach_and_comes_back(
     assert "pk_cfg.Config" in {f.where for f in found if f.kind == "instance-check"}
     registry.remove_patches()
     assert lib.Config is Config and Mine.extra is None
+
+
+def test_a_process_that_differs_from_the_others_is_named(guard: patchguard.Guard, mod: Mod) -> None:
+    registry = guard.registry
+    mod("pk_lb", pick=lambda: "orig", drop=lambda: "orig")
+
+    def new_pick() -> str:
+        return "new"
+
+    def new_drop() -> str:
+        return "new"
+
+    digests = {}
+    for rank in range(3):
+        registry.register_patch("pk_lb.pick", new_pick)
+        if rank != 2:
+            registry.register_patch("pk_lb.drop", new_drop)
+        registry.apply_patches()
+        digests[rank] = json.loads(json.dumps(guard.digest()))
+        registry.remove_patches()
+    assert digests[0] == digests[1]
+    difference = guard.compare(digests)
+    assert list(difference) == [2]
+    assert len(difference[2]) == 1 and "pk_lb.drop" in difference[2][0] and "new_drop" in difference[2][0]
+    assert guard.compare({}) == {} and guard.compare({0: digests[0], 1: digests[1]}) == {}
