@@ -135,3 +135,32 @@ print(json.dumps([told.winner.function, str(backend), error]))
     assert found[0].endswith(FUSED)
     assert found[1] == "AttnBackend.flash"
     assert "attention_backend" in found[2] and "flsh" in found[2] and "fused" in found[2]
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
+def test_importing_mindspeed_beside_lazy_transformers(guarded: bool) -> None:
+    """transformers 5.10 without torchvision: asking its lazy modules for a name raises, unguarded."""
+    need("0.9.1")
+    found = run(
+        f"""
+import sys
+v.set_up("0.9.1")
+stand_ins = next(f for f in sys.meta_path if isinstance(f, v.StandIns))
+stand_ins.dummies = ()
+import patchguard
+guard = patchguard.install() if {guarded} else None
+try:
+    import mindspeed.megatron_adaptor
+    error = None
+except ImportError as caught:
+    error = f"{{type(caught).__name__}}: {{caught}}"
+import transformers
+print(json.dumps([error, "transformers.models" in sys.modules, guard and len(guard.snapshot()["targets"])]))
+"""
+    )
+    error, lazy_modules_loaded, targets = found
+    assert lazy_modules_loaded
+    if guarded:
+        assert error is None and targets == 111
+    else:
+        assert "torchvision" in error
