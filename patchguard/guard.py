@@ -651,6 +651,7 @@ class Guard:
             return self._last_outcome
         self.refuse_if_frozen("repatch()")
         session = self._session = _Session(host, changes)
+        held = {applied.plan.target for applied in self.engine.applied.values()}
         features_before, kept_out = self._active_features, self._kept_out
         arguments_before, argument_changes = self._last_arguments, self._argument_changes
         try:
@@ -683,7 +684,8 @@ class Guard:
         self.journal.bind(**self.versions())
         for change in self._arguments.take_conflicts():
             self.journal.drift(target=f"argument {change}", reason="changed by somebody else, left alone")
-        self._log(session.changes)
+        gone = held - {applied.plan.target for applied in self.engine.applied.values()}
+        self._log([*session.changes, *(Change("restore", target, {}) for target in sorted(gone))])
         self._log_decisions()
         outcome = self._outcome(changed=True, applied=sum(c.what == "apply" for c in session.changes))
         self._last_outcome = replace(outcome, changed=False, applied=0)

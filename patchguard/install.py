@@ -215,7 +215,7 @@ class Engine:
         Stand-in modules, and names that exist only because they were patched (they hold None, as MindSpeed
         leaves them), stay until `settle`: what is imported meanwhile may need them.
         """
-        with self.transaction() as transaction:
+        with self.transaction():
             for key, record in list(self.ledger.items()):
                 raw = record.slot.read()
                 if raw is not record.after:
@@ -231,7 +231,6 @@ class Engine:
             self._lifted_steps = self._lifted_steps + self._steps
             self.applied = {}
             self._steps = []
-            transaction.changes.append(Change("restore", "*", {"reason": "repatch"}))
 
     def note(self, slot: Slot) -> Any:
         """The raw entry of a slot that somebody is about to write; a rollback puts it back."""

@@ -96,7 +96,9 @@ def host_params(select: Callable[[HostCheckout], bool] = lambda _: True) -> pyte
     for host in chosen:
         reason = f"{host.name} needs what is not installed: {', '.join(host.missing)}"
         skip = pytest.mark.skipif(bool(host.missing), reason=reason)
-        cases.append(pytest.param(host, id=host.name, marks=(pytest.mark.mindspeed, skip)))
+        # One xdist worker a host: its tests share what a process of that host has reported.
+        marks = (pytest.mark.mindspeed, skip, pytest.mark.xdist_group(host.name))
+        cases.append(pytest.param(host, id=host.name, marks=marks))
     return pytest.mark.parametrize("checkout", cases)
 
 
