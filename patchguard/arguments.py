@@ -11,7 +11,6 @@ whose type nobody declares needs Megatron's ``AttnBackend``.
 
 from __future__ import annotations
 
-import argparse
 import collections.abc
 import dataclasses
 import enum
@@ -26,6 +25,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from patchguard.errors import ArgumentsError
+
+if typing.TYPE_CHECKING:
+    import argparse  # imported where it is used, since `import patchguard` is to be quick
 
 __all__ = ["ArgumentType", "ArgumentTypes", "argument_type", "feature_switches", "normalise"]
 
@@ -76,12 +78,10 @@ class ArgumentType:
         return False
 
 
-@dataclass(frozen=True)
 class _Untouched(ArgumentType):
     """Callables, dtypes and whatever else text cannot spell."""
 
 
-@dataclass(frozen=True)
 class _Boolean(ArgumentType):
     @property
     def expected(self) -> str:
@@ -104,7 +104,6 @@ class _Boolean(ArgumentType):
         return isinstance(value, bool)
 
 
-@dataclass(frozen=True)
 class _Integer(ArgumentType):
     @property
     def expected(self) -> str:
@@ -128,7 +127,6 @@ class _Integer(ArgumentType):
         return isinstance(value, int) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
 class _Real(ArgumentType):
     @property
     def expected(self) -> str:
@@ -150,7 +148,6 @@ class _Real(ArgumentType):
         return isinstance(value, float)
 
 
-@dataclass(frozen=True)
 class _Text(ArgumentType):
     @property
     def expected(self) -> str:
@@ -449,6 +446,8 @@ class ArgumentTypes:
         false. A declared default passes as it is, even one outside type or choices, as in argparse. Where
         several options share a ``dest``, what either accepts is accepted.
         """
+        import argparse
+
         found: dict[str, ArgumentType] = {}
         for action in parser._actions:
             name = action.dest
@@ -488,6 +487,8 @@ def _annotation(config: type, one: dataclasses.Field[typing.Any]) -> object:
 
 
 def _action_type(parser: argparse.ArgumentParser, action: argparse.Action) -> ArgumentType:
+    import argparse
+
     if isinstance(action, argparse.BooleanOptionalAction):
         return _Boolean()
     if isinstance(action, argparse._StoreConstAction):
@@ -535,6 +536,8 @@ def feature_switches(names: Iterable[str]) -> ArgumentTypes:
     Most are switches, and features test their truth, so text such as "no" must not pass for true. A few name
     an argument with a value (``position_embedding_type``): other text is left as it is there.
     """
+    import argparse
+
     parser = argparse.ArgumentParser(add_help=False)
     found = set(names)
     for name in sorted(found):
@@ -714,7 +717,8 @@ def _field_names(config: object) -> tuple[str, ...] | None:
     cls = type(config)
     if dataclasses.is_dataclass(cls):
         return tuple(one.name for one in dataclasses.fields(cls))
-    if isinstance(config, (argparse.Namespace, _types.SimpleNamespace)):
+    argparse = sys.modules.get("argparse")
+    if isinstance(config, _types.SimpleNamespace) or (argparse is not None and isinstance(config, argparse.Namespace)):
         return tuple(vars(config))
     for base in cls.__mro__:
         if "__attrs_attrs__" in vars(base):

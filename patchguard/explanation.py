@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from patchguard.errors import TargetError
 from patchguard.install import Applied
 from patchguard.policy import Suppressed
 from patchguard.registration import Kind, Registration, qualified_name, source_of
@@ -13,7 +16,7 @@ from patchguard.target import MISSING
 if TYPE_CHECKING:
     from patchguard.guard import Guard
 
-__all__ = ["Explanation", "Party", "explain_target"]
+__all__ = ["Explanation", "Party", "explain_target", "match_target"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Explanation:
         wrappers: innermost first.
         suppressed: replacements that lost, with rule and reason.
         rule: the rule that chose the winner; None where there was nothing to choose.
-        current: what the target holds now.
+        current: what the target holds now; None where it holds nothing or is not known.
         created: whether the name exists only because it was patched.
     """
 
@@ -66,6 +69,23 @@ class Explanation:
         """JSON-able."""
         return asdict(self)
 
+    @staticmethod
+    def from_snapshot(entry: Mapping[str, Any]) -> Explanation:
+        """The explanation that a snapshot's target entry, as `patchguard.snapshot.read` returns it, holds."""
+        parties = entry["parties"]
+        return Explanation(
+            target=entry["target"],
+            state=entry["state"],
+            original=_party_of(parties["original"]),
+            winner=_party_of(parties["winner"]),
+            wrappers=tuple(party for wrapper in parties["wrappers"] if (party := _party_of(wrapper))),
+            suppressed=tuple(Suppressed(*(lost[f.name] for f in fields(Suppressed))) for lost in entry["suppressed"]),
+            rule=entry["rule"],
+            reason=entry["reason"],
+            current=entry["current"],
+            created=entry["created"],
+        )
+
     def __str__(self) -> str:
         lines = [self.target, f"  state       {self.state}"]
         lines.append(f"  original    {self.original or 'none: the name exists only while patched'}")
@@ -78,6 +98,37 @@ class Explanation:
             lines.append(f"              by rule {lost.rule}: {lost.reason}")
         lines.append(f"  now         {self.current}")
         return "\n".join(lines)
+
+
+def match_target(target: str, known: Iterable[str], where: str = "here") -> str:
+    """The one of ``known`` that ``target`` means: itself, or the only one that ends in it.
+
+    Args:
+        target: a dotted path, or the end of one.
+        known: full dotted paths.
+        where: where they are known, for the message.
+
+    Raises:
+        TargetError: none is meant, or several are; the message names near ones.
+    """
+    names = sorted(set(known))
+    if target in names:
+        return target
+    ends = [name for name in names if name.endswith(f".{target}")]
+    if len(ends) == 1:
+        return ends[0]
+    if ends:
+        listed = ", ".join(ends[:5]) + (f" and {len(ends) - 5} more" if len(ends) > 5 else "")
+        raise TargetError(f"target {target!r} means any of {listed}; give more of the path.")
+    # Compared with as many last parts as were given, since that is what people type; case does not count.
+    depth = target.count(".") + 1
+    tails: dict[str, str] = {}
+    for name in names:
+        tails.setdefault(".".join(name.split(".")[-depth:]).lower(), name)
+    near = [tails[tail] for tail in difflib.get_close_matches(target.lower(), tails, n=3)]
+    near = near or [name for name in names if target.lower() in name.lower()][:3]
+    hint = f" Near names: {', '.join(near)}." if near else ""
+    raise TargetError(f"target {target!r} is not patched by anything {where}.{hint}")
 
 
 def explain_target(guard: Guard, target: str) -> Explanation:
@@ -118,6 +169,10 @@ def explain_target(guard: Guard, target: str) -> Explanation:
         current=None if current is MISSING else qualified_name(current),
         created=applied.created if applied else False,
     )
+
+
+def _party_of(party: Mapping[str, Any] | None) -> Party | None:
+    return None if party is None else Party(*(party[f.name] for f in fields(Party)))
 
 
 def _original(applied: Applied | None) -> Party | None:

@@ -22,7 +22,7 @@ from patchguard.install import Change, Engine, Transaction
 from patchguard.journal import Journal
 from patchguard.live import ArgumentLedger, freeze_value, same_arguments
 from patchguard.plan import Plan, TargetPlan, plan_target
-from patchguard.policy import ArgumentChange, Policy, Suppressed, suggested_rule
+from patchguard.policy import ArgumentChange, Policy, Suppressed, Teardown, suggested_rule
 from patchguard.registration import CallSite, Provider, Registration
 from patchguard.registry import PatchLike, Registry
 from patchguard.snapshot import snapshot_of
@@ -131,7 +131,8 @@ class Guard:
         self._frozen: str | None = None
         self._freeze_mode = "refuse"
         self._verified: dict[str, Any] = {}
-        self._side_effects: dict[str, tuple[str, Slot, Any]] = {}
+        self._side_effects: dict[str, Teardown] = {}
+        self._slots_before: dict[str, tuple[Slot, Any]] = {}
         self._mindspeed: MindSpeedHost | None = None
         self._llm: MindSpeedLLMHost | None = None
         self.embedded = EmbeddedHost(self)
@@ -777,14 +778,23 @@ class Guard:
                     slot = resolve(path).slot
                     if slot is not None:
                         raw = self.engine.note(slot)
-                        self._side_effects.setdefault(path, (feature, slot, raw))
+                        if path not in self._side_effects:
+                            self._side_effects[path] = entry
+                            self._slots_before[path] = (slot, raw)
 
     def _undo_side_effects(self) -> None:
-        """Put back what features wrote while registering."""
-        for path, (feature, slot, raw) in self._side_effects.items():
-            if self.engine.put(slot, raw):
-                self.journal.teardown(feature=feature, restored=path)
-        self._side_effects = {}
+        """Put back what features wrote while registering, unless a function of theirs is to undo it."""
+        for entry in list(self._side_effects.values()):
+            if entry.call is None:
+                self._restore_side_effects(entry)
+
+    def _restore_side_effects(self, entry: Teardown) -> None:
+        for path in entry.restore:
+            if path in self._slots_before:
+                slot, raw = self._slots_before[path]
+                if self.engine.put(slot, raw):
+                    self.journal.teardown(feature=entry.feature, restored=path)
+            self._side_effects.pop(path, None)
 
     def _teardown(self, before: Iterable[str], now: Iterable[str], arguments: Mapping[str, Any]) -> None:
         """Undo what features did while registering that are not in force ``now``, under ``arguments``."""
@@ -807,6 +817,8 @@ class Guard:
                     f"teardown {entry.call} of {entry.feature} failed: {type(error).__name__}: {error}."
                 ) from error
             self.journal.teardown(feature=entry.feature, call=entry.call, reason=entry.reason)
+            # The function may leave copies of what a class inherited.
+            self._restore_side_effects(entry)
 
     # -- reports --------------------------------------------------------------------------------------
 

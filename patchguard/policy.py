@@ -80,10 +80,10 @@ class Refusal:
 class Teardown:
     """What undoes the side effects that ``feature`` has while registering.
 
-    ``restore`` names slots that it writes: they are remembered before it registers, and put back before the next
-    repatch lets features register again. ``call`` names a function; it is called when the feature was in force
-    and none of the arguments ``unless`` is true any more (when ``unless`` is empty: as soon as the feature
-    registers nothing).
+    ``restore`` names slots that it writes; they are remembered before it registers. ``call`` names a function,
+    called when the feature was in force and none of the arguments ``unless`` is true any more (when ``unless``
+    is empty: as soon as the feature registers nothing); the slots are put back after it. Without ``call`` they
+    are put back before each repatch lets features register again.
     """
 
     feature: str

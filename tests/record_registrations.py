@@ -532,8 +532,9 @@ def _importable(module: str) -> bool:
 def in_host_survey(targets: list[str], adaptor: str) -> dict[str, Any]:
     """``slots``: the facts of every target before it was patched, taken while the adaptor is imported.
 
-    ``error`` says why a target could not be looked at. Adds ``spread`` to targets patched at import whose value is a plain one: the other modules with an attribute
-    of the same name and value, which MindSpeed overwrites together with it.
+    ``error`` says why a target could not be looked at. ``spread`` of a target which is patched at import and
+    whose value is a plain one: the other modules with an attribute of the same name and value, which MindSpeed
+    overwrites together with it.
     """
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
     slots: dict[str, dict[str, Any]] = {}

@@ -518,9 +518,14 @@ SIDE_EFFECTS = """
 [[teardown]]
 feature = "swapping_feature"
 restore = ["pk_tensor.Tensor.copy_", "pk_tensor.total"]
-call = "pk_tensor.disable"
-unless = ["swap_mode"]
 reason = "writes them while registering"
+
+[[teardown]]
+feature = "swapping_feature"
+call = "pk_tensor.disable"
+restore = ["pk_tensor.Child.inherited"]
+unless = ["swap_mode"]
+reason = "a function that leaves a copy of an inherited method behind"
 """
 
 
@@ -532,8 +537,15 @@ def test_leaving_a_feature_undoes_what_it_did_while_registering(mod: Mod) -> Non
     def wrapped(function: Any) -> Any:
         return lambda *args: ["swap", *function(*args)]
 
+    class Child(Tensor):
+        pass
+
+    def disable() -> None:
+        calls.append("disable")
+        Child.inherited = Tensor.copy_  # type: ignore[attr-defined]
+
     calls: list[str] = []
-    lib = mod("pk_tensor", Tensor=Tensor, total=lambda: ["sum"], disable=lambda: calls.append("disable"))
+    lib = mod("pk_tensor", Tensor=Tensor, Child=Child, total=lambda: ["sum"], disable=disable)
     originals = dict(vars(Tensor)), lib.total
 
     def swapping_feature(registry: Any, args: Any) -> None:
@@ -560,7 +572,7 @@ def test_leaving_a_feature_undoes_what_it_did_while_registering(mod: Mod) -> Non
     assert vars(Tensor)["copy_"] is held and lib.total() == ["swap", "sum"]
     calls.clear()
     guard.repatch({"swap": True})  # still there, without the mode that the function undoes
-    assert calls == ["disable"] and Tensor().copy_() == ["swap", "copy"]
+    assert calls == ["disable"] and Tensor().copy_() == ["swap", "copy"] and "inherited" not in vars(Child)
     guard.repatch({})
     assert dict(vars(Tensor)) == originals[0] and lib.total is originals[1]
     guard.uninstall()

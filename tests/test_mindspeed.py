@@ -75,7 +75,10 @@ def attributes_that_differ(first: dict[str, str], second: dict[str, str]) -> dic
 
 #: Registered with no function, a stand-in that the unguarded repatch turns into None (its registration on a
 #: known target stores None) and the guarded one keeps, as at import: results do not depend on history (F4).
-STAND_INS = {"megatron.legacy.model.transformer:flash_attn_unpadded_func"}
+STAND_INS = {
+    "megatron.legacy.model.transformer:flash_attn_unpadded_func",
+    "flash_attn.flash_attn_interface:flash_attn_unpadded_func",
+}
 
 PROLOGUE = (
     BINDINGS
