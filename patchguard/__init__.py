@@ -17,8 +17,9 @@ from patchguard.errors import (
     TargetError,
 )
 from patchguard.explanation import Explanation
-from patchguard.guard import Guard, Outcome, install
+from patchguard.guard import Guard, Outcome
 from patchguard.policy import Policy
+from patchguard.process import install
 from patchguard.registry import Registry
 from patchguard.verify import Finding
 from patchguard.version import __version__

@@ -635,8 +635,7 @@ _ENGINE_TYPES: Mapping[str, ArgumentType] = {
 }
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(typing.NamedTuple):
     """A config as keys and a way to read one of them; nothing is read before it is needed."""
 
     config: object

@@ -35,7 +35,7 @@ class Bindings:
         self._sizes: list[int] = []
         self._dicts: list[dict[str, Any]] = []
         self._names: set[str] = set()
-        self._sites: dict[str, dict[int, types.ModuleType]] = {}
+        self._sites: dict[str, dict[int, tuple[types.ModuleType, dict[str, Any]]]] = {}
 
     def arrived(self) -> bool:
         """Whether ``sys.modules`` holds other modules than at the last look; costs a comparison of pointers."""
@@ -49,8 +49,7 @@ class Bindings:
         self._refresh(wanted)
         for name in wanted:
             # A copy: whoever visits may import.
-            for module in list(self._sites.get(name, {}).values()):
-                own = module_dict(module)
+            for module, own in list(self._sites.get(name, {}).values()):
                 if name in own:
                     yield module, name, own[name]
 
@@ -87,8 +86,9 @@ class Bindings:
 
     def _read(self, found: Iterable[types.ModuleType], names: set[str]) -> None:
         for module in found:
-            keys = module_dict(module).keys()
+            own = module_dict(module)
+            keys = own.keys()
             # Both operations run over the smaller of the two; most modules share no name and end here.
             if not keys.isdisjoint(names):
                 for name in keys & names:
-                    self._sites.setdefault(name, {})[id(module)] = module
+                    self._sites.setdefault(name, {})[id(module)] = (module, own)

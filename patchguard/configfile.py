@@ -247,13 +247,14 @@ def _read_yaml(name: str, text: str) -> tuple[Any, Any]:
         )
     yaml: Any = importlib.import_module("yaml")
     try:
-        if importlib.util.find_spec("omegaconf") is None:
-            return yaml.safe_load(text), None
+        data = yaml.safe_load(text)
+        if importlib.util.find_spec("omegaconf") is None or not isinstance(data, dict):
+            return data, None
         from omegaconf import OmegaConf
-        from omegaconf._utils import get_yaml_loader
 
-        data = yaml.load(text, Loader=get_yaml_loader())
-        return data, OmegaConf.create(data) if isinstance(data, dict) else None
+        # As Hydra reads it: 1e-5 is a number, a key given twice an error.
+        omega = OmegaConf.create(text)
+        return OmegaConf.to_container(omega, resolve=False), omega
     except yaml.YAMLError as error:
         raise ArgumentsError(f"config file {name!r} is not YAML: {_yaml_fault(error, text)}") from error
     except RecursionError as error:

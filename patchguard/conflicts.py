@@ -30,8 +30,13 @@ __all__ = [
     "MEGATRON_ARGUMENTS",
     "SCHEMA",
     "AtlasChange",
+    "AtlasError",
+    "Group",
+    "arguments_text",
     "atlas",
     "compare",
+    "conflicts_of",
+    "groups",
     "option_values",
     "read",
 ]
@@ -348,6 +353,7 @@ def atlas(
     declared: Mapping[str, tuple[Any, tuple[Any, ...] | None]] | None = None,
     backgrounds: Mapping[str, Mapping[str, Any]] = BACKGROUNDS,
     feature_seconds: float | None = None,
+    idle_seconds: float | None = None,
     versions: Mapping[str, str] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
@@ -361,17 +367,18 @@ def atlas(
         backgrounds: settings under which all is tried again, by name; a conflict that is there without them is
             not told again.
         feature_seconds: wall clock time for one feature in one phase.
+        idle_seconds: the same without work, for features that wait; see `patchguard.survey.time_limit`.
         versions: of the host, for the result.
         progress: called with what is done, what there is to do, and what is being done.
 
     Returns:
         ``alone`` and ``pairs`` (each with ``arguments``, ``background`` and ``conflicts``), ``always``
         (conflicts under the base arguments), ``failed`` (features that raised while registering, with the
-        arguments that made them), ``slow`` (features stopped after ``feature_seconds``), and counts.
+        arguments that made them), ``slow`` (features that were stopped), and counts.
     """
     start = time.monotonic()
     told = progress or (lambda done, total, what: None)
-    survey = Survey(features, seconds=feature_seconds)
+    survey = Survey(features, seconds=feature_seconds, idle=idle_seconds)
     given = declared or {}
     baseline = _Baseline(survey, base)
     failures = _Failures(survey)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from patchguard import cannless, guard
+from patchguard import cannless, process
 from patchguard.errors import PolicyError
 from patchguard.policy import Policy
 from patchguard.version import __version__
@@ -322,7 +322,7 @@ def _guard_order(order: Mapping[str, int]) -> Iterator[Finding]:
             f"was imported after {first}: that import applied patches unguarded, which install() adopts",
             f"call patchguard.install() before `import {first}`",
         )
-    if guard._process_guard is None:
+    if process.current() is None:
         yield Finding(
             "warning",
             "patchguard",

@@ -21,16 +21,17 @@ from patchguard.hosts import CONFIG_MODULES, Hooks, Host, MindSpeedHost, MindSpe
 from patchguard.install import Change, Engine, Transaction
 from patchguard.journal import Journal
 from patchguard.live import ArgumentLedger, freeze_value, same_arguments
+from patchguard.narration import tell_changes, tell_decisions
 from patchguard.plan import Plan, TargetPlan, plan_target
-from patchguard.policy import ArgumentChange, Policy, Suppressed, Teardown, suggested_rule
+from patchguard.policy import ArgumentChange, Policy, Suppressed
 from patchguard.registration import CallSite, Provider, Registration
 from patchguard.registry import PatchLike, Registry
+from patchguard.side_effects import SideEffects
 from patchguard.snapshot import snapshot_of
-from patchguard.target import Slot, resolve
 from patchguard.verify import Finding, verify
 from patchguard.version import __version__
 
-__all__ = ["Guard", "Mode", "Outcome", "install"]
+__all__ = ["Guard", "Mode", "Outcome"]
 
 Mode = Literal["resolve", "strict", "observe"]
 MODES: tuple[Mode, ...] = ("resolve", "strict", "observe")
@@ -115,6 +116,7 @@ class Guard:
         self.engine = Engine()
         self.hooks = Hooks(self)
         self.adopting: frozenset[str] | None = None
+        self.on_uninstall: Callable[[Guard], None] | None = None
         self._registries: list[Registry] = []
         self._in_force: dict[str, list[TargetPlan]] = {}
         self._context = _Context()
@@ -131,8 +133,7 @@ class Guard:
         self._frozen: str | None = None
         self._freeze_mode = "refuse"
         self._verified: dict[str, Any] = {}
-        self._side_effects: dict[str, Teardown] = {}
-        self._slots_before: dict[str, tuple[Slot, Any]] = {}
+        self._side_effects = SideEffects(self.policy, self.engine, self.journal)
         self._mindspeed: MindSpeedHost | None = None
         self._llm: MindSpeedLLMHost | None = None
         self.embedded = EmbeddedHost(self)
@@ -300,18 +301,19 @@ class Guard:
                     registry.forget()
                     registry.sync()
                 self._arguments.reset(keep=self.accumulate)
-                self._undo_side_effects()
-                self._teardown(self._active_features, (), {})
+                self._side_effects.undo()
+                self._side_effects.teardown(self._active_features, (), {})
             self._in_force.clear()
             self._last = None
             self._kept_out, self._argument_changes, self._active_features = {}, [], frozenset()
-            self._log(changes)
+            tell_changes(self.journal, changes)
             self.hooks.uninstall()
             self._registries = [self.embedded.registry]
             self.hooks.registries.clear()
             self._mindspeed = self._llm = None
             self.journal.summary(action="uninstall", restored=sum(c.what == "restore" for c in changes))
-            _forget_process_guard(self)
+            if self.on_uninstall is not None:
+                self.on_uninstall(self)
 
     def versions(self) -> dict[str, str]:
         """Versions of MindSpeed, MindSpeed-LLM and Megatron-Core, as far as they are imported."""
@@ -509,7 +511,7 @@ class Guard:
             if self._session is not None:
                 self._session.changes += changes
             else:
-                self._log(changes)
+                tell_changes(self.journal, changes)
 
     def _restore_in_force(self, before: dict[str, list[TargetPlan]]) -> None:
         self._in_force = before
@@ -545,9 +547,9 @@ class Guard:
                 transaction.on_rollback(registry.snapshot())
                 self._in_force[registry.name] = []
                 registry.hold_direct()
-                side_effects = dict(self._side_effects)
-                transaction.on_rollback(lambda: setattr(self, "_side_effects", side_effects))
-                self._undo_side_effects()
+                side_effects = self._side_effects.copy()
+                transaction.on_rollback(lambda: self._side_effects.put_back(side_effects))
+                self._side_effects.undo()
                 if self._session is not None:
                     self.engine.lift()
                 else:
@@ -603,7 +605,7 @@ class Guard:
                     continue
                 active.add(name)
                 self._active_features = frozenset(active)
-                self._remember(name)
+                self._side_effects.remember(name)
                 with self._as(provider, phase):
                     if phase == "pre":
                         feature.pre_register_patches(host.manager, args)
@@ -662,7 +664,7 @@ class Guard:
                 before = {name: list(found) for name, found in self._in_force.items()}
                 transaction.on_rollback(lambda: self._restore_in_force(before))
                 transaction.on_rollback(
-                    lambda: self._teardown(self._active_features, features_before, arguments_before)
+                    lambda: self._side_effects.teardown(self._active_features, features_before, arguments_before)
                 )
                 transaction.on_rollback(self._arguments.begin(live, keep=self.accumulate))
                 host.run(settings)
@@ -670,7 +672,7 @@ class Guard:
                     self.apply(host.registry)
                 self.engine.settle()
                 self._arguments.end(live)
-                self._teardown(features_before, self._active_features, self._last_arguments)
+                self._side_effects.teardown(features_before, self._active_features, self._last_arguments)
         except BaseException as error:
             self._active_features, self._last_arguments = features_before, arguments_before
             self._kept_out, self._argument_changes = kept_out, argument_changes
@@ -686,8 +688,8 @@ class Guard:
         for change in self._arguments.take_conflicts():
             self.journal.drift(target=f"argument {change}", reason="changed by somebody else, left alone")
         gone = held - {applied.plan.target for applied in self.engine.applied.values()}
-        self._log([*session.changes, *(Change("restore", target, {}) for target in sorted(gone))])
-        self._log_decisions()
+        tell_changes(self.journal, [*session.changes, *(Change("restore", target, {}) for target in sorted(gone))])
+        tell_decisions(self.journal, self.plan(), self._kept_out)
         outcome = self._outcome(changed=True, applied=sum(c.what == "apply" for c in session.changes))
         self._last_outcome = replace(outcome, changed=False, applied=0)
         self._summary("repatch", applied=outcome.applied)
@@ -770,56 +772,6 @@ class Guard:
                 )
         return found
 
-    def _remember(self, feature: str) -> None:
-        """Remember the slots that a feature is known to write while registering."""
-        for entry in self.policy.teardowns:
-            if entry.feature == feature:
-                for path in entry.restore:
-                    slot = resolve(path).slot
-                    if slot is not None:
-                        raw = self.engine.note(slot)
-                        if path not in self._side_effects:
-                            self._side_effects[path] = entry
-                            self._slots_before[path] = (slot, raw)
-
-    def _undo_side_effects(self) -> None:
-        """Put back what features wrote while registering, unless a function of theirs is to undo it."""
-        for entry in list(self._side_effects.values()):
-            if entry.call is None:
-                self._restore_side_effects(entry)
-
-    def _restore_side_effects(self, entry: Teardown) -> None:
-        for path in entry.restore:
-            if path in self._slots_before:
-                slot, raw = self._slots_before[path]
-                if self.engine.put(slot, raw):
-                    self.journal.teardown(feature=entry.feature, restored=path)
-            self._side_effects.pop(path, None)
-
-    def _teardown(self, before: Iterable[str], now: Iterable[str], arguments: Mapping[str, Any]) -> None:
-        """Undo what features did while registering that are not in force ``now``, under ``arguments``."""
-        before, now = frozenset(before), frozenset(now)
-        for entry in self.policy.teardowns:
-            if entry.feature not in before:
-                continue
-            if entry.feature in now and (not entry.unless or any(bool(arguments.get(n)) for n in entry.unless)):
-                continue
-            if entry.call is None:
-                continue
-            module, _, name = entry.call.rpartition(".")
-            function = vars(sys.modules[module]).get(name) if module in sys.modules else None
-            if function is None:
-                continue  # the feature never got as far as importing it
-            try:
-                function()
-            except Exception as error:
-                raise FeatureError(
-                    f"teardown {entry.call} of {entry.feature} failed: {type(error).__name__}: {error}."
-                ) from error
-            self.journal.teardown(feature=entry.feature, call=entry.call, reason=entry.reason)
-            # The function may leave copies of what a class inherited.
-            self._restore_side_effects(entry)
-
     # -- reports --------------------------------------------------------------------------------------
 
     def suppressed(self) -> dict[str, tuple[Suppressed, ...]]:
@@ -857,66 +809,10 @@ class Guard:
         hint = f"; near names: {', '.join(tails.get(n, n) for n in near)}" if near else ""
         raise _target_error(target, f"is not patched by anything registered here{hint}")
 
-    def _log(self, changes: Iterable[Change]) -> None:
-        for change in changes:
-            if change.what == "apply":
-                applied = change.detail["applied"]
-                self.journal.apply(
-                    target=change.target,
-                    original=applied.base,
-                    final=applied.final,
-                    provider=applied.plan.replacement.provider.name if applied.plan.replacement else None,
-                    wrappers=[w.function_name for w in applied.plan.wrappers],
-                    created=applied.created,
-                )
-            elif change.what == "restore":
-                self.journal.restore(target=change.target, **change.detail)
-            else:
-                self.journal.drift(target=change.target, **change.detail)
-
-    def _log_decisions(self) -> None:
-        for change in self._argument_changes:
-            self.journal.argument(
-                name=change.name,
-                before=change.before,
-                after=change.after,
-                rule=change.rule.name,
-                reason=change.rule.reason,
-            )
-        for target, suppressed in self._kept_out.items():
-            applied = next((a for a in self.engine.applied.values() if a.plan.target == target), None)
-            winner = applied.plan.replacement if applied else None
-            self.journal.decision(
-                target=target,
-                winner=winner.function_name if winner else None,
-                provider=winner.provider.name if winner else None,
-                site=str(winner.site) if winner and winner.site else None,
-                suppressed=[vars(s) for s in suppressed],
-                rule=suppressed[0].rule,
-                reason=suppressed[0].reason,
-            )
-        for decision in self.plan().decisions:
-            self.journal.decision(
-                target=decision.target,
-                winner=decision.winner.function_name,
-                provider=decision.winner.provider.name,
-                site=str(decision.winner.site) if decision.winner.site else None,
-                suppressed=[vars(s) for s in decision.suppressed],
-                rule=decision.rule,
-                reason=decision.reason,
-            )
-            if not decision.listed:
-                loser = decision.suppressed[0].provider
-                self.journal.warning(
-                    message=f"{decision.target}: {decision.reason}; kept {decision.winner.provider.name}. "
-                    "To settle it, add the rule to a policy file.",
-                    add_rule=suggested_rule(decision.target, decision.winner, loser),
-                )
-
     def _summary(self, action: str, **fields: Any) -> None:
         if action == "activate":
             self.journal.bind(**self.versions())
-            self._log_decisions()
+            tell_decisions(self.journal, self.plan(), self._kept_out)
         suppressed = self.suppressed()
         self.journal.summary(
             action=action,
@@ -926,52 +822,6 @@ class Guard:
             conflicts=len(suppressed),
             fingerprint=self.fingerprint[:12],
         )
-
-
-# -- the process' own guard ---------------------------------------------------------------------------
-
-_process_guard: Guard | None = None
-_process_lock = threading.Lock()
-
-
-def install(
-    *,
-    mode: Mode | None = None,
-    policy: Policy | str | os.PathLike[str] | None = None,
-    accumulate: bool | None = None,
-    journal: Journal | None = None,
-) -> Guard:
-    """Install the guard in this process and return it; the second call returns the first one's guard.
-
-    Call it before or after MindSpeed is imported. Arguments as for `Guard`; ``PATCHGUARD_MODE`` gives the
-    default mode.
-
-    Raises:
-        PatchError: it is installed already, with another mode.
-        PolicyError: the policy has a fault; nothing is installed then.
-    """
-    global _process_guard
-    with _process_lock:
-        if _process_guard is None:
-            chosen: Any = mode or os.environ.get("PATCHGUARD_MODE") or "resolve"
-            guard = Guard(mode=chosen, policy=policy, accumulate=bool(accumulate), journal=journal)
-            # structlog is imported now rather than in the middle of the first transaction.
-            guard.journal.preload()
-            guard.hooks.install()
-            guard.adopt()
-            _process_guard = guard
-        elif (mode is not None and mode != _process_guard.mode) or policy is not None:
-            raise PatchError(
-                f"patchguard is installed already, in {_process_guard.mode} mode; "
-                "call uninstall() on that guard before installing with another mode or policy."
-            )
-        return _process_guard
-
-
-def _forget_process_guard(guard: Guard) -> None:
-    global _process_guard
-    if _process_guard is guard:
-        _process_guard = None
 
 
 def _layered(policy: Policy | str | os.PathLike[str] | None) -> Policy:

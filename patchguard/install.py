@@ -59,6 +59,10 @@ class Step:
         return self.within is None or _top_package(module) in self.within
 
 
+#: Steps by attribute name, in the order in which they were done; those of different names never meet.
+Steps = dict[str, list[Step]]
+
+
 @dataclass(frozen=True, eq=False)
 class Applied:
     """What was done for one target: the original value it was composed from and the object now bound."""
@@ -91,9 +95,9 @@ class Transaction:
         self._state = engine._state()
         self.changes: list[Change] = []
 
-    def log(self, slot: Slot) -> None:
-        """Remember what ``slot`` holds, before it is written."""
-        self._writes.append((slot, slot.read()))
+    def log(self, slot: Slot, raw: Any) -> None:
+        """Remember that ``slot`` holds ``raw``, before it is written."""
+        self._writes.append((slot, raw))
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
         """Have ``undo`` called on rollback, after all slots are back; last registered, first called."""
@@ -125,8 +129,8 @@ class Engine:
     def __init__(self) -> None:
         self.ledger: dict[Key, Record] = {}
         self.applied: dict[tuple[str, str], Applied] = {}
-        self._steps: list[Step] = []
-        self._lifted_steps: list[Step] = []
+        self._steps: Steps = {}
+        self._lifted_steps: Steps = {}
         self._pool: dict[str, types.ModuleType] = {}
         self._created: set[Key] = set()  # slots of names that exist only because they were patched
         self._bindings = Bindings()
@@ -167,8 +171,8 @@ class Engine:
         return (
             dict(self.ledger),
             dict(self.applied),
-            list(self._steps),
-            list(self._lifted_steps),
+            _joined(self._steps, {}),
+            _joined(self._lifted_steps, {}),
             dict(self._pool),
             set(self._created),
         )
@@ -197,7 +201,7 @@ class Engine:
         with self.transaction() as transaction:
             first_change = len(transaction.changes)
             previous, self.applied = self.applied, {}
-            old_steps, self._steps = self._steps, []
+            earlier, self._steps = _joined(self._lifted_steps, self._steps), {}
             ordered = containment_order_by_layer(targets)
             wanted = {(t.layer, t.target) for t in ordered}
             for key, gone in previous.items():
@@ -205,8 +209,8 @@ class Engine:
                     self._put_back(gone.slot.key, gone.plan.target)
             by_slot: dict[Key, Applied] = {}
             for entry in ordered:
-                self._apply(entry, previous, by_slot, old_steps, merge)
-            self._sweep(old_steps)
+                self._apply(entry, previous, by_slot, earlier, merge)
+            self._sweep(earlier)
             return transaction.changes[first_change:]
 
     def lift(self) -> None:
@@ -228,22 +232,24 @@ class Engine:
                 else:
                     self._write(record.slot, record.before, record.before)
             # What modules may still hold of the plan that was in force, for those that arrived since.
-            self._lifted_steps = self._lifted_steps + self._steps
+            self._lifted_steps = _joined(self._lifted_steps, self._steps)
             self.applied = {}
-            self._steps = []
+            self._steps = {}
 
     def note(self, slot: Slot) -> Any:
         """The raw entry of a slot that somebody is about to write; a rollback puts it back."""
+        raw = slot.read()
         if self._transaction is not None:
-            self._transaction.log(slot)
-        return slot.read()
+            self._transaction.log(slot, raw)
+        return raw
 
     def put(self, slot: Slot, raw: Any) -> bool:
         """Write a slot that is no target, as part of the transaction; returns whether it was different."""
-        if slot.read() is raw:
+        before = slot.read()
+        if before is raw:
             return False
         with self.transaction() as transaction:
-            transaction.log(slot)
+            transaction.log(slot, before)
             slot.write(raw)
         return True
 
@@ -257,7 +263,7 @@ class Engine:
             for key, record in reversed(list(self.ledger.items())):
                 if key not in needed and (key in self._created or self._is_dummy(record.after)):
                     self._put_back(key, str(record.slot))
-            self._lifted_steps = []
+            self._lifted_steps = {}
 
     def adopt(self, found: Sequence[tuple[TargetPlan, Any, Any, Any]]) -> None:
         """Take over patches that somebody else applied: ``(entry, owner, original value, bound object)`` each.
@@ -277,7 +283,7 @@ class Engine:
                     self.ledger[slot.key] = Record(slot, MISSING if inherited else base, raw)
                 self.applied[entry.layer, entry.target] = applied
                 if step is not None:
-                    self._steps.append(step)
+                    self._steps.setdefault(step.name, []).append(step)
                     finals.setdefault(slot.name, []).append(applied)
 
             for module, name, raw in self._bindings.find(finals):
@@ -300,7 +306,7 @@ class Engine:
         if not self.arrived():
             return False
         with self.transaction():
-            self._sweep(self._steps)
+            self._sweep(_joined(self._lifted_steps, self._steps))
         return True
 
     def uninstall(self) -> list[Change]:
@@ -309,10 +315,10 @@ class Engine:
             first_change = len(transaction.changes)
             steps = self._steps
             self.applied = {}
-            self._steps = []
+            self._steps = {}
             for key in reversed(list(self.ledger)):
                 self._put_back(key, str(self.ledger[key].slot))
-            self._lifted_steps = []
+            self._lifted_steps = {}
             self._sweep(steps)
             # Aliases found by that last look were put straight to their originals.
             self.ledger.clear()
@@ -338,7 +344,7 @@ class Engine:
         entry: TargetPlan,
         previous: dict[tuple[str, str], Applied],
         by_slot: dict[Key, Applied],
-        old_steps: list[Step],
+        earlier: Steps,
         merge: Merge,
     ) -> None:
         key = (entry.layer, entry.target)
@@ -362,7 +368,7 @@ class Engine:
             self._merge(below, entry, found.dummies, merge)
             by_slot[slot.key] = self.applied[key]
             return
-        origin = self._origin(slot, old_steps)
+        origin = self._origin(slot, earlier)
         created = False
         if below is not None:
             base = below.final
@@ -387,7 +393,7 @@ class Engine:
         applied = Applied(entry, slot, base, final, created, step, found.dummies)
         self._bind(applied, origin, fresh=before is None or before.final is not final)
         if step is not None:
-            self._steps.append(step)
+            self._steps.setdefault(step.name, []).append(step)
         self.applied[key] = by_slot[slot.key] = applied
 
     def _merge(self, below: Applied, entry: TargetPlan, dummies: tuple[str, ...], merge: Merge) -> None:
@@ -397,9 +403,9 @@ class Engine:
         final = compose(merged, below.base)
         step = self._step_for(merged, below.slot, below.base, final) if not below.created else None
         if below.step is not None:
-            self._steps.remove(below.step)
+            self._steps[below.step.name].remove(below.step)
         if step is not None and final is not below.base:
-            self._steps.append(step)
+            self._steps.setdefault(step.name, []).append(step)
         origin = self.ledger[below.slot.key].before if below.slot.key in self.ledger else below.slot.read()
         for plan in (below.plan, entry):
             shared = TargetPlan(
@@ -418,7 +424,7 @@ class Engine:
                 Change("apply", applied.plan.target, {"applied": applied, "created": applied.created})
             )
 
-    def _origin(self, slot: Slot, old_steps: list[Step]) -> Any:
+    def _origin(self, slot: Slot, earlier: Steps) -> Any:
         """The raw entry that the slot has without us, whatever is there now."""
         raw = slot.read()
         record = self.ledger.get(slot.key)
@@ -428,8 +434,7 @@ class Engine:
             self._drifted(record, raw, overwrite=True)
             return record.before if slot.key in self.ledger else raw
         if slot.is_module_level and is_module(slot.owner):
-            named = [s for s in self._lifted_steps + old_steps if s.name == slot.name]
-            return self._without_steps(slot.owner, raw, named)
+            return self._without_steps(slot.owner, raw, earlier.get(slot.name, ()))
         return raw
 
     def _absent(self, slot: Slot, entry: TargetPlan) -> Any:
@@ -459,8 +464,8 @@ class Engine:
     def _after_steps(self, slot: Slot, raw: Any) -> Any:
         if not (slot.is_module_level and is_module(slot.owner)):
             return raw
-        for step in self._steps:
-            if step.name == slot.name and raw is step.before and step.reaches(slot.owner):
+        for step in self._steps.get(slot.name, ()):
+            if raw is step.before and step.reaches(slot.owner):
                 raw = step.after
         return raw
 
@@ -473,18 +478,30 @@ class Engine:
                 raw = step.before
         return raw
 
-    def _sweep(self, old_steps: list[Step]) -> None:
-        """One pass: bring every module attribute that is an alias of a target in line with it."""
-        new_by_name = _by_name(self._steps)
-        old_by_name = _by_name(self._lifted_steps + old_steps)
-        names = new_by_name.keys() | old_by_name.keys()
+    def _sweep(self, earlier: Steps) -> None:
+        """One pass: bring every module attribute that is an alias of a target in line with it.
+
+        Args:
+            earlier: the steps of the plans that came before this one, whose objects modules may still hold.
+        """
+        names = self._steps.keys() | earlier.keys()
         own: dict[Key, Applied] = {
             a.slot.key: a for a in self.applied.values() if a.slot is not None and a.slot.is_module_level
+        }
+        # Most attributes share no more than the name with a target. What can concern one: it is on the books, or
+        # it holds what an earlier step put there or what a step of this plan replaces.
+        booked: dict[str, set[int]] = {name: set() for name in names}
+        for owner, name in (*self.ledger, *own):
+            if name in booked:
+                booked[name].add(owner)
+        concerned = {
+            name: {id(s.after) for s in earlier.get(name, ())} | {id(s.before) for s in self._steps.get(name, ())}
+            for name in names
         }
 
         def visit(module: types.ModuleType, name: str, raw: Any) -> None:
             key = (id(module), name)
-            steps = new_by_name.get(name, [])
+            steps = self._steps.get(name, [])
             record = self.ledger.get(key)
             target = own.get(key)
             if target is None and record is not None and record.before is MISSING:
@@ -496,7 +513,7 @@ class Engine:
             elif record is not None and raw is record.after:
                 origin = new = record.before
             else:
-                origin = new = self._without_steps(module, raw, old_by_name.get(name, ()))
+                origin = new = self._without_steps(module, raw, earlier.get(name, ()))
             for step in steps:
                 if new is step.before and step.reaches(module):
                     new = step.after
@@ -504,7 +521,8 @@ class Engine:
                 self._write(Slot(module, name), new, origin)
 
         for module, name, raw in self._bindings.find(names):
-            visit(module, name, raw)
+            if id(raw) in concerned[name] or id(module) in booked[name]:
+                visit(module, name, raw)
         self._looked = True
 
     # -- writing --------------------------------------------------------------------------------------
@@ -512,8 +530,9 @@ class Engine:
     def _write(self, slot: Slot, new: Any, before: Any) -> None:
         """Put ``new`` there and keep the books; ``before`` is the original raw entry."""
         assert self._transaction is not None
-        if slot.read() is not new:
-            self._transaction.log(slot)
+        raw = slot.read()
+        if raw is not new:
+            self._transaction.log(slot, raw)
             self.writes += 1
             slot.write(new)
         if new is before:
@@ -654,10 +673,11 @@ def refers_to(value: Any, inner: Any, depth: int = 4) -> bool:
     return any(c is not MISSING and refers_to(c, inner, depth - 1) for c in candidates)
 
 
-def _by_name(steps: Sequence[Step]) -> dict[str, list[Step]]:
-    found: dict[str, list[Step]] = {}
-    for step in steps:
-        found.setdefault(step.name, []).append(step)
+def _joined(first: Steps, second: Steps) -> Steps:
+    """The steps of both, in new lists."""
+    found = {name: list(steps) for name, steps in first.items()}
+    for name, steps in second.items():
+        found.setdefault(name, []).extend(steps)
     return found
 
 

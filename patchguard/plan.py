@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +86,10 @@ def fingerprint(targets: Iterable[Mapping[str, Any]], versions: Mapping[str, str
     process on any machine: names go in, never addresses, paths or process ids. Targets are sorted, since
     their order does not change what is bound.
     """
+    # Imported here, since `import patchguard` is to be quick.
+    import hashlib
+    import json
+
     content = {
         "versions": dict(sorted(versions.items())),
         "targets": sorted(

@@ -14,15 +14,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from patchguard.errors import ConflictError, PolicyError
 from patchguard.registration import Kind, Provider, Registration, same_callable
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 __all__ = ["ArgumentChange", "Decision", "Policy", "Refusal", "Rule", "Suppressed", "Teardown"]
 
@@ -105,8 +100,7 @@ class Suppressed:
     reason: str
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What was decided for one target with more than one replacement."""
 
     target: str
@@ -186,6 +180,11 @@ class Policy:
         Raises:
             PolicyError: as `load`.
         """
+        # Imported here, since `import patchguard` is to be quick.
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:  # pragma: no cover
+            import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -232,6 +231,8 @@ class Policy:
         Raises:
             ConflictError: in strict mode, where that order would have to decide.
         """
+        if len(replacements) == 1:
+            return Decision(target, replacements[0], (), "only", "", listed=True)
         rivals = {id(r): [x for x in replacements if not same_callable(r.function, x.function)] for r in replacements}
         unsettled: tuple[Registration, Registration, str] | None = None
         best = next((r for r in replacements if self._beats_all(target, r, rivals[id(r)])), None)
@@ -290,8 +291,7 @@ class Policy:
         return 0
 
 
-@dataclass(frozen=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     pick: int  # 0: the first wins, 1: the second
     rule: str
     reason: str

@@ -33,9 +33,9 @@ __all__ = ["FEATURE_SECONDS", "TIMEOUT", "HostChoice", "Progress", "atlas", "pla
 #: Seconds that a whole look may take; importing MindSpeed takes 5 to 60.
 TIMEOUT = 600.0
 
-#: Seconds that applying a plan, or one feature's registering in an atlas, may take. MindSpeed's slowest feature
-#: that does finish sleeps for ten.
-FEATURE_SECONDS = 60.0
+#: Seconds that applying a plan, or one feature's registering in an atlas, may take: most of it are imports. What
+#: waits without working is stopped much earlier, see `patchguard.survey.IDLE_SECONDS`.
+FEATURE_SECONDS = 120.0
 
 Progress = Callable[[int, int, str], None]
 """Called with what is done, what there is to do, and what is being done."""

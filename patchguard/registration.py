@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["CallSite", "Kind", "Provider", "Registration", "kind_of", "same_callable", "source_of"]
 
@@ -27,8 +27,7 @@ class Kind(str, Enum):
     DUMMY = "dummy"  # MindSpeed's stand-in for a function that does not exist; gives way to any replacement
 
 
-@dataclass(frozen=True)
-class CallSite:
+class CallSite(NamedTuple):
     """The line that made a registration."""
 
     file: str
@@ -53,8 +52,7 @@ class CallSite:
         return None
 
 
-@dataclass(frozen=True)
-class Provider:
+class Provider(NamedTuple):
     """Who asks for a patch: a feature (class name and argument) or, outside features, a package."""
 
     name: str
@@ -90,7 +88,7 @@ class Registration:
     priority: int | None = None
     order: int = field(default=0, compare=False)
 
-    @property
+    @functools.cached_property
     def function_name(self) -> str:
         """``module.qualname`` of the registered function."""
         return qualified_name(self.function)

@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import TextIO
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
+from patchguard.conflicts import AtlasChange
+from patchguard.conflicts import Group as Conflict
 from patchguard.explanation import Explanation
+from patchguard.snapshot import Difference
 
-__all__ = ["console", "explanation_table", "status_text", "table"]
+__all__ = [
+    "atlas_changes_table",
+    "atlas_faults_table",
+    "atlas_table",
+    "broken",
+    "conflicts_list",
+    "console",
+    "counts_text",
+    "differences_table",
+    "explanation_table",
+    "findings_list",
+    "short_name",
+    "status_text",
+    "table",
+    "targets_table",
+    "versions_text",
+    "wide",
+]
 
 #: Colour of each status word; the words alone carry the meaning where there are no colours.
-STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "failed": "bold red"}
+STYLES = {
+    "ok": "green",
+    "note": "cyan",
+    "warning": "yellow",
+    "error": "bold red",
+    "failed": "bold red",
+    "new": "yellow",
+    "gone": "green",
+    "resettled": "cyan",
+}
 
 #: Columns where the output is a file or a pipe and ``COLUMNS`` is not set.
 PIPE_WIDTH = 120
@@ -34,9 +65,17 @@ def console(file: TextIO | None = None) -> Console:
     return made
 
 
+def wide(console: Console) -> int | None:
+    """The page's width, or None where output goes to a file or a pipe and ``COLUMNS`` is not set.
+
+    There, a target is best told in one line, however long: that is what ``grep`` and ``diff`` are given.
+    """
+    return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table in which long cells fold onto more lines instead of being cut. Cells are plain text, except that
-    a status word (``ok``, ``warning``, ``error``, ``failed``) gets its colour."""
+    a status word (``ok``, ``warning``, ``error`` and so on, see `STYLES`) gets its colour."""
     made = Table(title=escape(title) or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     made.show_header = any(columns)
     for column in columns:
@@ -68,3 +107,198 @@ def explanation_table(explanation: Explanation) -> Table:
         rows += [("by rule", lost.rule), ("reason", lost.reason)]
     rows.append(("bound now", str(explanation.current)))
     return table(explanation.target, ("", ""), rows)
+
+
+# ---- snapshots and plans -------------------------------------------------------------------------
+
+
+def short_name(function: str | None) -> str:
+    """A function without its module: ``mindspeed.core.adaptor.Class.forward`` gives ``Class.forward``.
+
+    The module ends where a part begins with a capital letter, as classes do, else before the last part.
+    """
+    if function is None:
+        return ""
+    name, bracket, closure = function.partition("[")
+    parts = name.split(".")
+    capital = next((i for i, part in enumerate(parts) if part[:1].isupper() or part.startswith("<")), len(parts) - 1)
+    if parts[capital].startswith("<"):
+        capital -= 1
+    return ".".join(parts[max(capital, 0) :]) + bracket + closure
+
+
+def versions_text(snapshot: Mapping[str, Any]) -> str:
+    """The versions of a snapshot or an atlas in one line."""
+    return ", ".join(f"{name} {version}" for name, version in sorted(snapshot["versions"].items())) or "no MindSpeed"
+
+
+def targets_table(
+    snapshot: Mapping[str, Any], title: str = "Targets", having: str = "", width: int | None = None
+) -> Table:
+    """Every target: winner, wrappers, suppressed and rule.
+
+    Args:
+        snapshot: as `patchguard.snapshot.read` returns it.
+        title: of the table.
+        having: show only targets with this text in any column, whatever its case.
+        width: columns of the page, so that names break at their dots; None: as wide as the longest names.
+    """
+    rows = [row for row in map(_target_row, snapshot["targets"]) if having.lower() in "\n".join(row).lower()]
+    names = ("target", "winner", "wrappers", "suppressed", "rule")
+    if width is not None:
+        widths = _shares(rows, width - 3 * len(names) - 2)
+        rows = [tuple(map(broken, row, widths)) for row in rows]
+    return table(title, names, rows)
+
+
+def _shares(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Columns for each column of a table: what it needs, or a share of ``width`` by what it needs."""
+    longest = [max([8, *(len(line) for row in rows for line in row[i].split("\n"))]) for i in range(5)]
+    if sum(longest) <= width:
+        return longest
+    share = width / sum(longest)
+    return [max(8, int(need * share)) for need in longest]
+
+
+def broken(text: str, width: int) -> str:
+    """``text`` with line breaks after dots, colons and underscores, so that no line is longer than ``width``."""
+    lines = []
+    for line in text.split("\n"):
+        rest = line
+        while len(rest) > width:
+            cut = max(rest.rfind(mark, 1, width) for mark in ".:_ -[") + 1
+            if cut < width // 3:
+                cut = width
+            lines.append(rest[:cut].rstrip())
+            rest = rest[cut:].lstrip()
+        lines.append(rest)
+    return "\n".join(lines)
+
+
+def _target_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    if entry["replacement"] is not None:
+        winner = f"{entry['provider']}: {short_name(entry['replacement'])}"
+    else:
+        winner = "the original" if entry["wrappers"] else entry["state"]
+    return (
+        entry["target"],
+        winner,
+        "\n".join(f"{provider}: {short_name(name)}" for name, provider in entry["wrappers"]),
+        "\n".join(f"{lost['provider']}: {short_name(lost['function']) or 'kept out'}" for lost in entry["suppressed"]),
+        entry["rule"] or "",
+    )
+
+
+def conflicts_list(snapshot: Mapping[str, Any]) -> Group | None:
+    """The targets that more than one provider wanted, with the reason for the choice; None where there are none."""
+    found: list[RenderableType] = []
+    for entry in snapshot["targets"]:
+        if entry["suppressed"]:
+            found.append(Text(entry["target"]))
+            rows = [("winner", entry["provider"] or "the original")]
+            rows += [("suppressed", _lost(lost)) for lost in entry["suppressed"]]
+            rows += [("rule", entry["rule"] or ""), ("reason", entry["reason"] or "")]
+            found.append(Padding(_grid(rows), (0, 0, 1, 2)))
+    return _titled("Conflicts", found)
+
+
+def _lost(lost: Mapping[str, Any]) -> str:
+    where = f" at {lost['site']}" if lost["site"] else ""
+    return f"{lost['provider']}: {short_name(lost['function']) or 'kept out'}{where}"
+
+
+def findings_list(found: Sequence[Mapping[str, Any]]) -> Group | None:
+    """Findings, in the order given; None where there are none."""
+    lines: list[RenderableType] = []
+    for finding in found:
+        head = Text.assemble((finding["severity"], STYLES.get(finding["severity"], "")), f" {finding['kind']}: ")
+        lines.append(head.append(finding["where"], "bold"))
+        lines.append(Padding(Text(finding["message"]), (0, 0, 1, 2)))
+    return _titled("Findings", lines)
+
+
+def _grid(rows: Sequence[tuple[str, str]]) -> Table:
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim")
+    made.add_column(overflow="fold")
+    for name, text in rows:
+        made.add_row(name, Text(text))
+    return made
+
+
+def _titled(title: str, lines: Sequence[RenderableType]) -> Group | None:
+    return Group(Text(title, "bold"), Text(""), *lines) if lines else None
+
+
+def counts_text(snapshot: Mapping[str, Any]) -> str:
+    """How many targets, conflicts and findings, in one line."""
+    conflicts = sum(bool(entry["suppressed"]) for entry in snapshot["targets"])
+    severities = [f["severity"] for f in snapshot["findings"]]
+    counts = [f"{severities.count(s)} {s}{'s' * (severities.count(s) != 1)}" for s in ("error", "warning", "note")]
+    return f"{_count(len(snapshot['targets']), 'target')}, {_count(conflicts, 'conflict')}; {', '.join(counts)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
+    """What differs between two snapshots."""
+    rows = [
+        (d.what, d.name, d.aspect, _lines(d.before), _lines(d.after)) if d.what == "target" else _plain_row(d)
+        for d in found
+    ]
+    return table("Differences", ("", "name", "what", first, second), rows)
+
+
+def _plain_row(difference: Difference) -> tuple[str, ...]:
+    return difference.what, difference.name, "", difference.before or "none", difference.after or "none"
+
+
+def _lines(text: str | None) -> str:
+    return "none" if text is None else text.replace(", ", "\n").replace(" < ", "\n< ")
+
+
+# ---- the atlas -----------------------------------------------------------------------------------
+
+
+def atlas_table(found: Sequence[Conflict]) -> Table:
+    """Conflicts by target and features, with the arguments that lead to them."""
+    rows = [
+        (
+            group.target,
+            f"{group.first}\n{group.second}",
+            _examples(group.arguments),
+            ("" if group.settled else "unsettled: ") + (group.winner or "a stand-in"),
+            group.rule,
+        )
+        for group in found
+    ]
+    return table("Conflicts", ("target", "features", "arguments", "winner", "rule"), rows)
+
+
+def _examples(arguments: Sequence[str], most: int = 3) -> str:
+    shown = list(arguments[:most])
+    if len(arguments) > most:
+        shown.append(f"and {len(arguments) - most} more")
+    return "\n".join(shown)
+
+
+def atlas_faults_table(atlas: Mapping[str, Any]) -> Table:
+    """Features that failed, or were stopped, while registering."""
+    rows = [("failed", f["feature"], _settings(f["arguments"]), f["error"]) for f in atlas["failed"]]
+    rows += [("warning", f["feature"], f["argument"], f"stopped: {f['why']}") for f in atlas["slow"]]
+    return table("Features left out", ("", "feature", "with", "why"), rows)
+
+
+def _settings(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in arguments.items()) or "any arguments"
+
+
+def atlas_changes_table(found: Sequence[AtlasChange], first: str, second: str) -> Table:
+    """What differs between two atlases."""
+    rows = [
+        (c.what, c.target, f"{c.first}\n{c.second}", c.arguments, c.before or "no conflict", c.after or "no conflict")
+        for c in found
+    ]
+    return table("Conflicts that differ", ("", "target", "features", "arguments", first, second), rows)

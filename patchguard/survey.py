@@ -22,6 +22,7 @@ from patchguard.registration import Kind, Provider, kind_of, qualified_name
 from patchguard.target import MISSING
 
 __all__ = [
+    "IDLE_SECONDS",
     "PHASES",
     "Call",
     "Outcome",
@@ -82,24 +83,45 @@ class TimedOutError(BaseException):
     """Raised in a feature that takes too long. Not an `Exception`, so that features do not catch it."""
 
 
+#: Seconds without work after which something counts as waiting, for a lock or for a compiler.
+IDLE_SECONDS = 5.0
+
+#: Less processor time than this share of the clock is no work, even on a machine that is shared.
+_IDLE_SHARE = 0.05
+
+
 @contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TimedOutError` in the block after ``seconds`` of wall clock time.
+def time_limit(seconds: float | None, idle: float | None = None) -> Iterator[None]:
+    """Raise `TimedOutError` in the block after ``seconds`` of wall clock time, or ``idle`` seconds without work.
 
     It interrupts Python code, sleeps and waits for locks and child processes, not a loop inside an extension
     module. Only the main thread of a process on a system with SIGALRM can be interrupted so; elsewhere, and
-    for None, there is no limit.
+    where both are None, there is no limit.
+
+    Args:
+        seconds: for all; importing may need many.
+        idle: without this process using the processor, as when it waits for a lock or a compiler.
     """
     able = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    if seconds is None or not able:
+    if (seconds is None and idle is None) or not able:
         yield
         return
+    start = time.monotonic()
+    mark, used = start, time.process_time()
 
-    def interrupt(number: int, frame: object) -> None:
-        raise TimedOutError(f"took longer than {seconds:g} s")
+    def look(number: int, frame: object) -> None:
+        nonlocal mark, used
+        now, spent = time.monotonic(), time.process_time()
+        if seconds is not None and now - start >= seconds:
+            raise TimedOutError(f"took longer than {seconds:g} s")
+        if spent - used > _IDLE_SHARE * (now - mark):
+            mark, used = now, spent
+        elif idle is not None and now - mark >= idle:
+            raise TimedOutError(f"waited for {idle:g} s without working")
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    beat = min(s / 4 for s in (seconds, idle) if s is not None)
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, beat, beat)
     try:
         yield
     finally:
@@ -249,13 +271,15 @@ class Survey:
         features: the host's features, in order; see `patchguard.embedded.Feature` for their methods.
         seconds: time that one feature may take in one phase; None: any. A feature that took longer once is
             not asked again where its outcome is not known.
+        idle: the same without work; see `time_limit`.
     """
 
-    def __init__(self, features: Sequence[Any], *, seconds: float | None = None) -> None:
+    def __init__(self, features: Sequence[Any], *, seconds: float | None = None, idle: float | None = None) -> None:
         self.features = list(features)
         self.phases = [(phase, i) for phase in PHASES for i in range(len(self.features))]
         self.providers = [provider_of(f) for f in self.features]
         self.seconds = seconds
+        self.idle = idle
         self.blocked: dict[int, TimedOutError] = {}
         self.runs = 0
         self.spent: dict[int, float] = {}
@@ -308,7 +332,7 @@ class Survey:
         error: BaseException | None = None
         start = time.monotonic()
         try:
-            with time_limit(self.seconds):
+            with time_limit(self.seconds, self.idle):
                 wanted = bool(feature.is_need_apply(args))
                 if wanted:
                     getattr(feature, PHASES[phase])(recorder, args)

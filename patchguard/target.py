@@ -8,13 +8,13 @@ exception is the target's own path, which is looked up as ``from module import n
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from patchguard.errors import TargetError
 
@@ -68,13 +68,15 @@ class Slot:
         self.owner = owner
         self.name = name
         self.key = (id(owner), name)
-        # Asked of its type, as in `is_module`.
-        self._is_class = type in type(owner).__mro__
+        self._is_class = False
         self._mapping: MutableMapping[str, Any] | None = None
+        # Asked of its type, as in `is_module`.
         if is_module(owner):
             self._mapping = module_dict(owner)
         elif type(owner) is dict:
             self._mapping = owner
+        else:
+            self._is_class = type in type(owner).__mro__
 
     @property
     def is_module_level(self) -> bool:
@@ -166,8 +168,7 @@ class Slot:
         return f"Slot({self})"
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """Where a dotted path leads: ``slot`` is None for a path that names a whole module without a parent."""
 
     slot: Slot | None
@@ -198,14 +199,12 @@ def resolve(
     Raises:
         TargetError: a module, class or attribute on the way does not exist, or importing one fails.
     """
-    if not isinstance(path, str) or not path or not all(part.isidentifier() for part in path.split(".")):
+    owners, name = _split(path) if isinstance(path, str) else ((), None)
+    if not owners:
         raise TargetError(f"target {path!r} is not a dotted path such as 'package.module.Class.attribute'")
-    parts = path.split(".")
-    owner_parts, name = (parts, None) if len(parts) == 1 else (parts[:-1], parts[-1])
     dummies: list[str] = []
     owner: Any = None
-    for i, part in enumerate(owner_parts):
-        dotted = ".".join(owner_parts[: i + 1])
+    for i, (dotted, part) in enumerate(owners):
         missing: str | None = None
         if i == 0 or is_module(owner):
             own = {} if i == 0 else module_dict(owner)
@@ -237,6 +236,19 @@ def resolve(
     if name is None:
         return Resolved(None, tuple(dummies))
     return Resolved(Slot(owner, name), tuple(dummies))
+
+
+@functools.lru_cache(maxsize=4096)
+def _split(path: str) -> tuple[tuple[tuple[str, str], ...], str | None]:
+    """Each owner on the way, as its dotted path and last part, and the name (None where the path is one part).
+
+    No owners where ``path`` is not a dotted path.
+    """
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return (), None
+    owners, name = (parts, None) if len(parts) == 1 else (parts[:-1], parts[-1])
+    return tuple((".".join(owners[: i + 1]), part) for i, part in enumerate(owners)), name
 
 
 def _import(dotted: str, path: str, *, possible: bool) -> tuple[Any, str | None]:

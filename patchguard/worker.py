@@ -23,10 +23,11 @@ from typing import Any
 from patchguard import cannless, findings
 from patchguard.arguments import normalise
 from patchguard.errors import FeatureError, HostError, PatchError
-from patchguard.guard import Guard, install
+from patchguard.guard import Guard
 from patchguard.hosts import FEATURES, Host, MindSpeedHost, MindSpeedLLMHost
 from patchguard.journal import Journal
-from patchguard.survey import TimedOutError, time_limit
+from patchguard.process import install
+from patchguard.survey import IDLE_SECONDS, TimedOutError, time_limit
 from patchguard.target import module_dict
 
 __all__ = ["main"]
@@ -77,7 +78,7 @@ class _Subject:
         _enable_cannless(Path(job["folder"]))
         self.guard = install(mode="resolve", policy=job["policy"], journal=journal)
         adaptor = _adaptor(job["adaptor"])
-        self.attempt(lambda: _import_adaptor(adaptor))
+        self.attempt(lambda: _import_adaptor(adaptor), None)
         self.host = self.guard.mindspeed_host()
 
     @property
@@ -85,24 +86,26 @@ class _Subject:
         """Whether there is no MindSpeed."""
         return self.host is self.guard.embedded
 
-    def attempt(self, action: Callable[[], Any]) -> None:
+    def attempt(self, action: Callable[[], Any], seconds: float | None) -> None:
         """Do ``action``, leaving out features that fail, one by one, until it succeeds.
+
+        Args:
+            action: imports or repatches.
+            seconds: wall clock time for it, besides the limit on waiting.
 
         Raises:
             PatchError: it failed for a reason that is no feature's.
         """
         for _ in range(MOST_FAILURES):
             try:
-                with time_limit(self.job["feature_seconds"]):
+                with time_limit(seconds, 2 * IDLE_SECONDS):
                     action()
                 return
             except (FeatureError, TimedOutError) as error:
                 feature = _culprit(error)
                 if feature is None:
                     if isinstance(error, TimedOutError):
-                        raise HostError(
-                            f"the host {error} to import and patch. Allow more with --feature-timeout."
-                        ) from error
+                        raise HostError(f"applying the config {error}. Allow more with --feature-timeout.") from error
                     raise
                 self.drop(feature, error)
         raise HostError(f"more than {MOST_FAILURES} features fail with this host; the last: {self.dropped[-1].error}")
@@ -225,7 +228,7 @@ def _plan(job: Mapping[str, Any], tell: Callable[[int, int, str], None]) -> dict
     tell(1, 4, "applying the config")
     if job["config"] is not None or subject.embedded:
         given = normalise(job["config"], guard._argument_types(host))
-        subject.attempt(lambda: guard.repatch(job["config"]))
+        subject.attempt(lambda: guard.repatch(job["config"]), job["feature_seconds"])
     snapshot = guard.snapshot()
     tell(2, 4, "asking the features")
     found = list(findings.of_plan(_context(subject, given)))
@@ -293,6 +296,7 @@ def _conflicts(job: Mapping[str, Any], tell: Callable[[int, int, str], None]) ->
         declared=subject.declared(),
         backgrounds=BACKGROUNDS if job["backgrounds"] else {},
         feature_seconds=job["feature_seconds"],
+        idle_seconds=IDLE_SECONDS,
         versions=subject.guard.versions(),
         progress=tell,
     )

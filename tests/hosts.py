@@ -90,8 +90,8 @@ def host_params(select: Callable[[HostCheckout], bool] = lambda _: True) -> pyte
         reason = f"no host checkout under {HOSTS_ROOT}; set PATCHGUARD_HOSTS to a folder that has them"
         if hosts:
             reason = f"this test fits none of the host checkouts under {HOSTS_ROOT}"
-        marks = (pytest.mark.mindspeed, pytest.mark.skip(reason=reason))
-        return pytest.mark.parametrize("checkout", [pytest.param(None, id="no-host", marks=marks)])
+        no_host = (pytest.mark.mindspeed, pytest.mark.skip(reason=reason))
+        return pytest.mark.parametrize("checkout", [pytest.param(None, id="no-host", marks=no_host)])
     cases = []
     for host in chosen:
         reason = f"{host.name} needs what is not installed: {', '.join(host.missing)}"

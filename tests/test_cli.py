@@ -406,7 +406,7 @@ GOOD = ("patchguard", "torch", "mindspeed", doctor.FEATURES, "megatron.core", AD
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.guard, "_process_guard", object())
+    monkeypatch.setattr(doctor.process, "current", object)
     monkeypatch.setattr(cannless, "status", lambda: cannless.Status("no-torch_npu"))
 
 
@@ -441,7 +441,7 @@ def test_patchguard_after_the_adaptor_is_a_warning(installed: None) -> None:
 
 
 def test_a_guard_that_is_not_installed_is_a_warning(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.guard, "_process_guard", None)
+    monkeypatch.setattr(doctor.process, "current", lambda: None)
     (found,) = doctor.import_order(GOOD)
     assert (found.severity, found.fix) == ("warning", "call patchguard.install()")
 

@@ -117,7 +117,7 @@ def test_nothing_of_the_demo_stays(result: demo.DemoResult, attention: type, pro
     after = _process(attention)
     assert {name for name, value in after.items() if value is not process_before[name]} == set()
     assert result.step("uninstall").evidence["original_restored"] is True
-    assert patchguard.guard._process_guard is None
+    assert patchguard.process.current() is None
 
 
 def test_a_second_run_gives_the_same_and_leaves_the_random_state_alone(result: demo.DemoResult) -> None:
