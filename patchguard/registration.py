@@ -178,6 +178,9 @@ def _same(first: Any, second: Any, assumed: frozenset[tuple[int, int]]) -> bool:
             and _same_values(first.args, second.args, assumed)
             and _same_named(first.keywords, second.keywords, assumed)
         )
+    if isinstance(first, (classmethod, staticmethod)) and type(first) is type(second):
+        # Made anew with each registration, as MindSpeed does for __init_subclass__.
+        return _same(first.__func__, second.__func__, assumed)
     if isinstance(first, types.MethodType) and isinstance(second, types.MethodType):
         return first.__self__ is second.__self__ and _same(first.__func__, second.__func__, assumed)
     if not (isinstance(first, types.FunctionType) and isinstance(second, types.FunctionType)):

@@ -204,12 +204,13 @@ def resolve(
         raise TargetError(f"target {path!r} is not a dotted path such as 'package.module.Class.attribute'")
     dummies: list[str] = []
     owner: Any = None
+    outer: Any = None  # the first class on the path
     for i, (dotted, part) in enumerate(owners):
         missing: str | None = None
         if i == 0 or is_module(owner):
             own = {} if i == 0 else module_dict(owner)
-            if isinstance(own.get(part), type) and dotted not in sys.modules:
-                owner = own[part]
+            if _is_class(own.get(part)) and dotted not in sys.modules:
+                owner = outer = own[part]
                 continue
             module, missing = _import(dotted, path, possible=i == 0 or "__path__" in own)
             if module is not None:
@@ -220,9 +221,15 @@ def resolve(
         found = _attribute(owner, part) if i else MISSING
         if found is not MISSING:
             owner = found
+            outer = owner if outer is None else outer
         elif create_dummy and add_module is not None and (i == 0 or is_module(owner)):
             owner = add_module(dotted)
             dummies.append(dotted)
+        elif _is_class(owner) and name is not None and _has(outer, name):
+            # MindSpeed looks no further than the first class on the path (it has such targets: a class named
+            # twice), so the attribute of that class is meant.
+            owner = outer
+            break
         else:
             # Only a package has modules below it.
             what = "module" if i == 0 else "class"
@@ -266,6 +273,16 @@ def _import(dotted: str, path: str, *, possible: bool) -> tuple[Any, str | None]
         return None, str(error)
     except Exception as error:
         raise TargetError(f"target {path}: importing {dotted!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _is_class(owner: Any) -> bool:
+    """Whether ``owner`` is a class, asked of its type only."""
+    return type in type(owner).__mro__
+
+
+def _has(owner: Any, name: str) -> bool:
+    slot = Slot(owner, name)
+    return slot.is_class_level and (slot.read() is not MISSING or slot.inherited() is not MISSING)
 
 
 def _attribute(owner: Any, name: str) -> Any:

@@ -193,6 +193,19 @@ result["failure"] = {{
     "patches": patches == state(), "snapshot": snapshot == guard.snapshot(), "next": guard.repatch({{}}).changed,
 }}
 
+# features that this Megatron is missing names for
+result["missing"] = {{}}
+before = identities()
+for argument in ("use_torch_fsdp2", "async_log_allreduce", "optimize_send_recv_comm"):
+    try:
+        guard.repatch({{**missing, argument: True}})
+        guard.repatch({{}})
+        error = None
+    except patchguard.FeatureError as caught:
+        error = str(caught)
+    now = identities()
+    result["missing"][argument] = [error, sorted(k for k in before if now.get(k) != before[k])[:5]]
+
 # strict
 guard.mode = "strict"
 guard.repatch({SEED!r})
@@ -288,6 +301,21 @@ def test_a_failing_repatch_changes_nothing_and_the_next_good_one_works(checkout:
     assert "cannot import name 'gone'" in found["error"] and "Feature" in found["error"]
     assert found["changed"] == [] and found["gone"] == []
     assert found["args"] and found["patches"] and found["snapshot"] and found["next"]
+
+
+@core_hosts
+def test_a_feature_that_cannot_be_imported_is_named_and_changes_nothing(checkout: HostCheckout) -> None:
+    """F12: on core_r0.16.0 and core_r0.15.3 these features import names that Megatron no longer has."""
+    alone = {entry["feature_name"]: entry for entry in recording(checkout.name)["alone"]}
+    for argument, (error, changed) in guarded(checkout)["missing"].items():
+        recorded = [e["error"] for e in alone[argument].get("errors", [])]
+        if recorded:
+            feature = alone[argument]["feature"]
+            name = recorded[0].partition("name '")[2].partition("'")[0]
+            assert feature in error and argument in error and name in error and "megatron" in error
+            assert changed == []
+        else:
+            assert error is None
 
 
 @core_hosts

@@ -588,3 +588,25 @@ def test_an_instance_on_the_way(mod: Mod) -> None:
     slot = resolve("pk_holder.thing.f").slot
     assert slot is not None
     assert (slot.owner, slot.read()) == (thing, replacement)
+
+
+def test_a_path_that_goes_on_below_a_class_means_the_first_class(mod: Callable[..., types.ModuleType]) -> None:
+    """MindSpeed's ``...DistributedDataParallel.DistributedDataParallel.__init__`` patches the class' own one."""
+
+    class Outer:
+        def forward(self) -> None: ...
+
+        class Inner:
+            def forward(self) -> None: ...
+
+    mod("pk_twice", Outer=Outer)
+    for path, owner in (
+        ("pk_twice.Outer.Outer.forward", Outer),
+        ("pk_twice.Outer.Outer.__init__", Outer),
+        ("pk_twice.Outer.Inner.forward", Outer.Inner),
+        ("pk_twice.Outer.Inner.Inner.forward", Outer),
+    ):
+        slot = resolve(path).slot
+        assert slot is not None and slot.owner is owner
+    with pytest.raises(TargetError, match=r"pk_twice\.Outer\.Outer"):
+        resolve("pk_twice.Outer.Outer.nothing")
