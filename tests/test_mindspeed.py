@@ -426,18 +426,27 @@ from mindspeed_llm.tasks.megatron_adaptor_v2 import repatch
 host = guard.snapshot()
 repatch({})
 first = guard.fingerprint
-repatch({"context_parallel_size": 2})
+repatch({"use_flash_attn": True})
 second = guard.fingerprint
+try:
+    # Its context parallelism reads transformer_impl, which nothing here has set: unguarded, half of the
+    # targets stay patched.
+    repatch({"context_parallel_size": 2})
+    error = None
+except patchguard.FeatureError as caught:
+    error = str(caught)
+kept = guard.fingerprint
 outcome = guard.repatch({})
 report({"targets": len(host["targets"]), "first": first, "second": second, "third": outcome.fingerprint,
         "again": guard.repatch({}).changed, "te": "transformer_engine" in sys.modules,
-        "versions": host["versions"]})
+        "versions": host["versions"], "error": error, "kept": kept})
 """,
         unguarded=False,
-        timeout=900,
+        timeout=1200,
     )
     assert found["targets"] > 100
     assert found["first"] == found["third"] != found["second"]
     assert found["again"] is False
+    assert "transformer_impl" in found["error"] and found["kept"] == found["second"]
     assert not found["te"]  # MindSpeed-LLM's own repatch takes it out of sys.modules, guarded or not
     assert {"megatron", "mindspeed", "mindspeed_llm"} <= found["versions"].keys()
