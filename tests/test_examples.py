@@ -18,7 +18,8 @@ def run(name: str) -> list[str]:
 
 def test_two_features_one_function() -> None:
     lines = run("two_features_one_function.py")
-    assert [line.rpartition("-> ")[2] for line in lines if "-> " in line] == [
+    results = [line.rpartition("-> ")[2] for line in lines if "-> " in line]
+    assert results == [
         "fast(3)",
         "exact(3)",
         "eager(3)",
