@@ -6,7 +6,6 @@ phases), so code written for one runs on the other. Tests, demos and plain Megat
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,8 @@ from patchguard.arguments import ArgumentTypes, feature_switches
 from patchguard.registry import Registry
 
 if TYPE_CHECKING:
+    import argparse  # imported where it is used, since `import patchguard` is to be quick
+
     from patchguard.guard import Guard
 
 __all__ = ["EmbeddedHost", "Feature"]
@@ -86,10 +87,7 @@ class EmbeddedHost:
     def types(self) -> ArgumentTypes:
         """What type each argument asks for: feature names are switches, declarations come on top."""
         switches = feature_switches(f.feature_name for f in self.features)
-        parser = argparse.ArgumentParser(add_help=False)
-        for feature in self.features:
-            feature.register_args(parser)
-        return switches.merged(ArgumentTypes.from_parser(parser)).merged(self._declared)
+        return switches.merged(ArgumentTypes.from_parser(self._parser())).merged(self._declared)
 
     def live_arguments(self) -> argparse.Namespace | None:
         """None: each repatch starts from a fresh namespace."""
@@ -97,13 +95,12 @@ class EmbeddedHost:
 
     def starting_arguments(self) -> dict[str, Any]:
         """The arguments before any config: declared defaults, then ``base``."""
-        parser = argparse.ArgumentParser(add_help=False)
-        for feature in self.features:
-            feature.register_args(parser)
-        return {**vars(parser.parse_known_args([])[0]), **self.base}
+        return {**vars(self._parser().parse_known_args([])[0]), **self.base}
 
     def run(self, arguments: Mapping[str, Any]) -> None:
         """What MindSpeed's ``repatch`` does: forget, set arguments, let features register and apply, twice."""
+        import argparse
+
         args = argparse.Namespace(**{**self.starting_arguments(), **arguments})
         self._guard.remove_features(self)
         self._guard.run_phase(self, "pre", args)
@@ -112,3 +109,11 @@ class EmbeddedHost:
     def versions(self) -> dict[str, str]:
         """Nothing: Megatron's version is found by the guard."""
         return {}
+
+    def _parser(self) -> argparse.ArgumentParser:
+        import argparse
+
+        parser = argparse.ArgumentParser(add_help=False)
+        for feature in self.features:
+            feature.register_args(parser)
+        return parser

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -27,13 +26,16 @@ from patchguard.policy import ArgumentChange, Policy, Suppressed
 from patchguard.registration import CallSite, Provider, Registration
 from patchguard.registry import PatchLike, Registry
 from patchguard.side_effects import SideEffects
-from patchguard.snapshot import snapshot_of
 from patchguard.verify import Finding, verify
 from patchguard.version import __version__
 
 __all__ = ["Guard", "Mode", "Outcome"]
 
 Mode = Literal["resolve", "strict", "observe"]
+NO_HOST = (
+    "MindSpeed cannot be imported, so there is nothing of it to guard: only what is registered with patchguard "
+    "itself takes effect. Install MindSpeed or put its checkout on PYTHONPATH; `patchguard doctor` tells more"
+)
 MODES: tuple[Mode, ...] = ("resolve", "strict", "observe")
 
 
@@ -130,6 +132,7 @@ class Guard:
         self._argument_changes: list[ArgumentChange] = []
         self._active_features: frozenset[str] = frozenset()
         self._last_arguments: dict[str, Any] = {}
+        self._told_of_no_host = False
         self._frozen: str | None = None
         self._freeze_mode = "refuse"
         self._verified: dict[str, Any] = {}
@@ -197,10 +200,14 @@ class Guard:
         with self.lock:
             package = site.module.partition(".")[0] if site else ""
             named = Provider(provider or package or "unknown", provider, package)
-            with self._as(named, "direct", priority=priority):
-                self.registry.register_patch(target, replacement, force, create_dummy)
-            if apply:
-                self.registry.apply_patches()
+            registry = self.registry
+            with self.engine.transaction() as transaction:
+                # With apply, a registration that cannot be put in force is not kept either.
+                transaction.on_rollback(registry.snapshot())
+                with self._as(named, "direct", priority=priority):
+                    registry.register_patch(target, replacement, force, create_dummy)
+                if apply:
+                    registry.apply_patches()
 
     def add_feature(self, feature: Feature | Callable[[Registry, Any], Any]) -> Feature:
         """Add a feature to the embedded host: a `Feature`, or a function ``(registry, args)``."""
@@ -239,6 +246,8 @@ class Guard:
 
     def snapshot(self) -> dict[str, Any]:
         """What is in force, JSON-able, with a fingerprint that is equal wherever the plan is equal."""
+        from patchguard.snapshot import snapshot_of
+
         with self.lock:
             return snapshot_of(self)
 
@@ -356,6 +365,9 @@ class Guard:
             return self.embedded
         if not self.hooks.registries:
             if not MindSpeedHost.importable():
+                if not self._told_of_no_host:
+                    self._told_of_no_host = True
+                    self.journal.warning(message=NO_HOST)
                 return self.embedded
             # Not imported yet: importing the adaptor activates MindSpeed under the guard.
             importlib.import_module("mindspeed.patch_utils")
@@ -544,7 +556,8 @@ class Guard:
             if self._session is None:
                 self.refuse_if_frozen("remove_patches()")
             with self.engine.transaction() as transaction:
-                transaction.on_rollback(registry.snapshot())
+                if self._session is None:
+                    transaction.on_rollback(registry.snapshot())
                 self._in_force[registry.name] = []
                 registry.hold_direct()
                 side_effects = self._side_effects.copy()
@@ -582,7 +595,7 @@ class Guard:
             if phase == "pre":
                 self._activation = transaction
             else:
-                self._summary("activate")
+                self._summary("activate", self.fingerprint)
 
     def _phase(self, host: Host, phase: Literal["pre", "main"], args: Any) -> None:
         self._register_features(host, phase, args)
@@ -692,7 +705,7 @@ class Guard:
         tell_decisions(self.journal, self.plan(), self._kept_out)
         outcome = self._outcome(changed=True, applied=sum(c.what == "apply" for c in session.changes))
         self._last_outcome = replace(outcome, changed=False, applied=0)
-        self._summary("repatch", applied=outcome.applied)
+        self._summary("repatch", outcome.fingerprint, applied=outcome.applied)
         return outcome
 
     def _observe_repatch(self, host: Host, given: dict[str, Any]) -> Outcome:
@@ -805,11 +818,15 @@ class Guard:
         if ends:
             raise _target_error(target, f"means any of {', '.join(ends)}; give more of the path")
         tails = {".".join(t.split(".")[-2:]): t for t in sorted(known)}
+        import difflib
+
         near = difflib.get_close_matches(target, [*known, *tails], n=3)
+        if self._told_of_no_host and not near:
+            raise _target_error(target, f"is not patched by anything registered here: {NO_HOST}")
         hint = f"; near names: {', '.join(tails.get(n, n) for n in near)}" if near else ""
         raise _target_error(target, f"is not patched by anything registered here{hint}")
 
-    def _summary(self, action: str, **fields: Any) -> None:
+    def _summary(self, action: str, fingerprint: str, **fields: Any) -> None:
         if action == "activate":
             self.journal.bind(**self.versions())
             tell_decisions(self.journal, self.plan(), self._kept_out)
@@ -820,7 +837,7 @@ class Guard:
             **fields,
             suppressed=sum(map(len, suppressed.values())),
             conflicts=len(suppressed),
-            fingerprint=self.fingerprint[:12],
+            fingerprint=fingerprint[:12],
         )
 
 

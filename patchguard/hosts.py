@@ -7,7 +7,6 @@ the guard; the host's own ``repatch`` still runs inside a guard transaction, so 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import importlib.util
@@ -16,7 +15,6 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from patchguard.arguments import ArgumentTypes, feature_switches
@@ -26,6 +24,8 @@ from patchguard.registry import Registry
 from patchguard.target import MISSING, Slot, module_dict
 
 if TYPE_CHECKING:
+    import argparse  # imported where it is used, since `import patchguard` is to be quick
+
     from patchguard.guard import Guard
 
 __all__ = ["Hooks", "Host", "MindSpeedHost", "MindSpeedLLMHost", "versions"]
@@ -82,8 +82,9 @@ def versions() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     info = sys.modules.get("megatron.core.package_info")
-    if info is not None and isinstance(module_dict(info).get("__version__"), str):
-        found["megatron"] = module_dict(info)["__version__"]
+    megatron = module_dict(info).get("__version__") if info is not None else _installed("megatron-core")
+    if isinstance(megatron, str):
+        found["megatron"] = megatron
     for name in ("mindspeed", "mindspeed_llm"):
         module = sys.modules.get(name)
         if module is not None:
@@ -93,15 +94,22 @@ def versions() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=16)
 def _version_of(name: str, folders: tuple[str, ...]) -> str:
+    return _installed(name) or _version_beside(folders) or "unknown"
+
+
+@functools.lru_cache(maxsize=16)
+def _installed(name: str) -> str | None:
     import importlib.metadata  # with email and zipfile it costs more than all of patchguard
 
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return _version_beside(folders) or "unknown"
+        return None
 
 
 def _version_beside(folders: tuple[str, ...]) -> str | None:
+    from pathlib import Path
+
     for folder in folders:
         try:
             text = (Path(folder).parent / "setup.py").read_text(encoding="utf-8", errors="replace")
@@ -145,6 +153,8 @@ class MindSpeedHost:
 
     def types(self) -> ArgumentTypes:
         """From Megatron's config classes, the features' own declarations and their names (switches)."""
+        import argparse
+
         known = feature_switches(str(f.feature_name) for f in self.features)
         for module, names in CONFIG_MODULES.items():
             for name in names:
@@ -210,6 +220,8 @@ class MindSpeedLLMHost(MindSpeedHost):
 
     def types(self) -> ArgumentTypes:
         """As MindSpeed's, with the arguments that MindSpeed-LLM declares itself on top."""
+        import argparse
+
         known = super().types()
         process = module_dict(sys.modules["mindspeed_llm.training.arguments"]).get("process_args_v2")
         if process is None:

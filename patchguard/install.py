@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from patchguard.bindings import Bindings
 from patchguard.errors import FeatureError, PatchError, TargetError
@@ -29,8 +29,7 @@ Key = tuple[int, str]
 Merge = Callable[[TargetPlan, TargetPlan], TargetPlan]
 
 
-@dataclass(frozen=True, eq=False)
-class Record:
+class Record(NamedTuple):
     """One slot that is not as it was: ``before`` is its original raw entry, ``after`` what is there now."""
 
     slot: Slot
@@ -63,8 +62,7 @@ class Step:
 Steps = dict[str, list[Step]]
 
 
-@dataclass(frozen=True, eq=False)
-class Applied:
+class Applied(NamedTuple):
     """What was done for one target: the original value it was composed from and the object now bound."""
 
     plan: TargetPlan
@@ -76,8 +74,7 @@ class Applied:
     dummies: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One thing that an installation did, for the journal."""
 
     what: str  # "apply", "restore", "drift"
@@ -94,6 +91,7 @@ class Transaction:
         self._undo: list[Callable[[], None]] = []
         self._state = engine._state()
         self.changes: list[Change] = []
+        self.swept = False  # whether every module was looked at
 
     def log(self, slot: Slot, raw: Any) -> None:
         """Remember that ``slot`` holds ``raw``, before it is written."""
@@ -329,12 +327,14 @@ class Engine:
             return transaction.changes[first_change:]
 
     def in_force(self) -> bool:
-        """Whether every target still holds what was put there."""
+        """Whether every target still leads to the slot that was written, and holds what was put there."""
         for applied in self.applied.values():
-            if applied.slot is not None:
-                record = self.ledger.get(applied.slot.key)
-                if record is not None and applied.slot.read() is not record.after:
-                    return False
+            slot = applied.slot
+            if slot is None:
+                continue
+            record = self.ledger.get(slot.key)
+            if (record is not None and slot.read() is not record.after) or not leads_to(applied.plan.target, slot):
+                return False
         return True
 
     # -- one target -----------------------------------------------------------------------------------
@@ -490,14 +490,14 @@ class Engine:
         }
         # Most attributes share no more than the name with a target. What can concern one: it is on the books, or
         # it holds what an earlier step put there or what a step of this plan replaces.
-        booked: dict[str, set[int]] = {name: set() for name in names}
+        concerned: dict[str, set[int]] = {name: set() for name in names}
         for owner, name in (*self.ledger, *own):
-            if name in booked:
-                booked[name].add(owner)
-        concerned = {
-            name: {id(s.after) for s in earlier.get(name, ())} | {id(s.before) for s in self._steps.get(name, ())}
-            for name in names
-        }
+            if name in concerned:
+                concerned[name].add(owner)
+        for name, done in earlier.items():
+            concerned[name].update([id(step.after) for step in done])
+        for name, done in self._steps.items():
+            concerned[name].update([id(step.before) for step in done])
 
         def visit(module: types.ModuleType, name: str, raw: Any) -> None:
             key = (id(module), name)
@@ -520,10 +520,11 @@ class Engine:
             if new is not raw or (record is None and origin is not raw):
                 self._write(Slot(module, name), new, origin)
 
-        for module, name, raw in self._bindings.find(names):
-            if id(raw) in concerned[name] or id(module) in booked[name]:
+        assert self._transaction is not None
+        for module, name, raw in self._bindings.find(names, again=self._transaction.swept):
+            if id(raw) in concerned[name] or id(module) in concerned[name]:
                 visit(module, name, raw)
-        self._looked = True
+        self._looked = self._transaction.swept = True
 
     # -- writing --------------------------------------------------------------------------------------
 
@@ -625,6 +626,23 @@ def dummy_function(name: str) -> Callable[..., Any]:
         raise RuntimeError(f"function {name} does not exist: it was made up as a stand-in")
 
     return dummy_function
+
+
+def leads_to(target: str, slot: Slot) -> bool:
+    """Whether a target's path still ends at ``slot``: its module or class may have been replaced since."""
+    path = target.rpartition(".")[0]
+    module = sys.modules.get(path)
+    if module is not None:
+        return module is slot.owner or not is_module(slot.owner)
+    head, _, name = path.rpartition(".")
+    module = sys.modules.get(head)
+    if module is not None and is_module(module) and module_dict(module).get(name) is slot.owner:
+        return True
+    try:
+        found = resolve(target).slot
+    except TargetError:
+        return False
+    return found is not None and found.key == slot.key
 
 
 def provided_lazily(slot: Slot) -> Any:

@@ -23,10 +23,8 @@ import contextlib
 import enum
 import functools
 import itertools
-import json
 import math
 import os
-import pathlib
 import sys
 import threading
 import time
@@ -34,12 +32,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from patchguard.errors import PatchError
 from patchguard.version import __version__
+
+if TYPE_CHECKING:
+    from pathlib import Path  # json, datetime and pathlib are imported where they are used: not every process does
 
 __all__ = ["Journal", "describe", "structlog_sink"]
 
@@ -79,7 +78,6 @@ _class_dict: Callable[[type], types.MappingProxyType[str, Any]] = type.__dict__[
 _partial_func: Callable[[Any], Any] = functools.partial.__dict__["func"].__get__
 _exception_args: Callable[[BaseException], Any] = BaseException.__dict__["args"].__get__
 
-_PATHS = frozenset({pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath})
 # Classes written in C whose `__dict__` is a plain one.
 _C_CLASSES_WITH_DICT = frozenset({types.ModuleType, type(functools.lru_cache(len))})
 _C_METHODS = frozenset(
@@ -130,6 +128,8 @@ def _describe(obj: Any, depth: int, budget: list[int]) -> Any:
     kind = type(obj)
     if obj is None or kind is bool:
         return obj
+    if kind is types.FunctionType:  # the usual case
+        return _name(obj, kind)
     # `issubclass(type(obj), ...)`, since `isinstance` also asks the object for its `__class__`.
     if issubclass(kind, enum.Enum):
         return _member_name(obj)
@@ -169,7 +169,11 @@ def _while_left(items: Iterable[Any], budget: list[int]) -> Iterator[Any]:
 
 def _key(key: Any, depth: int, budget: list[int]) -> str:
     text = _describe(key, depth, budget)
-    return text if type(text) is str else json.dumps(text)
+    if type(text) is str:
+        return text
+    import json
+
+    return json.dumps(text)
 
 
 def _clip(text: str) -> str:
@@ -202,7 +206,7 @@ def _name(obj: Any, kind: type) -> str:
         return f"property({_describe_inner(obj.fget)})"
     if issubclass(kind, BaseException):
         return _exception_text(obj, kind)
-    if kind in _PATHS:
+    if _is_path(kind):
         return _clip(str(obj))
     own = _own_dict(obj, kind)
     if issubclass(kind, types.ModuleType):
@@ -261,6 +265,14 @@ def _own_dict(obj: Any, kind: type) -> dict[str, Any]:
         own = slot.__get__(obj) if made_by_python or base in _C_CLASSES_WITH_DICT else None
         return own if type(own) is dict else {}
     return {}
+
+
+def _is_path(kind: type) -> bool:
+    pathlib = sys.modules.get("pathlib")
+    if pathlib is None or type(pathlib) is not types.ModuleType:
+        return False
+    own = vars(pathlib)
+    return any(kind is own.get(n) for n in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"))
 
 
 def _is_torch_constant(kind: type) -> bool:
@@ -352,6 +364,8 @@ def _console_value(value: Any) -> Any:
     if type(value) is list and all(type(item) not in (list, dict) for item in value):
         value = ",".join("" if item is None else str(item) for item in value)
     elif type(value) in (list, dict):
+        import json
+
         value = json.dumps(value, ensure_ascii=False)
     return _printable(value) if type(value) is str else value
 
@@ -550,6 +564,8 @@ class Journal:
         # The file first: a warning is on disk before a console that blocks or a callable that hangs gets it.
         directory = directory if directory is not None else os.environ.get("PATCHGUARD_LOG_DIR") or None
         if directory is not None:
+            from pathlib import Path
+
             self._files = self._sinks["file"] = _Files(Path(directory))
             weakref.finalize(self, self._files.close)  # also runs at the end of the process
         if self._threshold != _THRESHOLDS["off"]:
@@ -676,6 +692,8 @@ class Journal:
         self._sinks.clear()
 
     def _record(self, kept: _Kept) -> dict[str, Any]:
+        from datetime import datetime, timezone
+
         moment = datetime.fromtimestamp(kept.nanoseconds // 1_000 / 1e6, timezone.utc)
         record: dict[str, Any] = {
             "timestamp": moment.isoformat(timespec="microseconds")[: -len("+00:00")] + "Z",

@@ -7,12 +7,14 @@ before the next repatch, unless somebody else has changed it since.
 
 from __future__ import annotations
 
-import argparse
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchguard.target import MISSING
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["ArgumentLedger", "freeze_value", "same_arguments"]
 
@@ -90,8 +92,13 @@ class ArgumentLedger:
         return found
 
 
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+
 def freeze_value(value: Any) -> Any:
     """A copy that later changes in place of lists and dictionaries do not reach."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Mapping):
         return {k: freeze_value(v) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -108,7 +115,9 @@ def same_arguments(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same_arguments(v, second[k]) for k, v in first.items())
+        return first.keys() == second.keys() and all(
+            value is second[key] or same_arguments(value, second[key]) for key, value in first.items()
+        )
     if isinstance(first, tuple):
         return len(first) == len(second) and all(map(same_arguments, first, second))
     if isinstance(first, (str, int, float, complex, bytes, frozenset)) and not isinstance(first, enum.Enum):

@@ -9,11 +9,11 @@ registered stays, with a warning, or with an error in strict mode.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from patchguard.errors import ConflictError, PolicyError
@@ -129,7 +129,7 @@ class Policy:
     teardowns: tuple[Teardown, ...] = ()
     priority: Mapping[str, int] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The rules among the entries."""
         return tuple(e for e in self.entries if isinstance(e, Rule))
@@ -144,6 +144,8 @@ class Policy:
     @staticmethod
     def shipped() -> Policy:
         """The table that comes with patchguard."""
+        from pathlib import Path
+
         return Policy.load(Path(__file__).with_name("policy.toml"))
 
     @staticmethod
@@ -164,6 +166,8 @@ class Policy:
         Raises:
             PolicyError: the file cannot be read, is not TOML, or has an unknown, missing or ill-typed key.
         """
+        from pathlib import Path
+
         name = os.fspath(path)
         try:
             text = Path(name).read_bytes().decode("utf-8")
@@ -303,10 +307,10 @@ def _earlier(first: Registration, second: Registration) -> int:
 
 
 def suggested_rule(target: str, winner: Registration, loser: str) -> str:
-    """The policy text that would settle a conflict for good."""
+    """The policy text that would settle a conflict for good, to append to a policy file."""
     return (
-        f'rule = [{{name = "...", winner = "{winner.provider.name}", over = ["{loser}"], '
-        f'targets = ["{target}"], reason = "..."}}]'
+        f'[[rule]]\nname = "..."\nwinner = "{winner.provider.name}"\nover = ["{loser}"]\n'
+        f'targets = ["{target}"]\nreason = "..."\n'
     )
 
 

@@ -222,22 +222,29 @@ class Registry:
         return any(
             (r.kind is Kind.WRAPPER) is (registration.kind is Kind.WRAPPER)
             and (r.force or not registration.force)
+            and registration.priority in (None, r.priority)
             and same_callable(r.function, registration.function)
             for r in self._known.get(patch, [])
         )
 
     def _add(self, patch: PatchLike, registration: Registration) -> str:
-        known = self._known.setdefault(patch, [])
+        known = self.registrations(patch)  # with what was written into the Patch object directly
         for i, other in enumerate(known):
             if (other.kind is Kind.WRAPPER) is not (registration.kind is Kind.WRAPPER):
                 continue
             if same_callable(other.function, registration.function):
-                if registration.kind is not Kind.WRAPPER and registration.force and not other.force:
-                    known[i] = replace(other, force=True)
-                    self._refresh(patch)
-                    return "forced"
-                if registration.kind is not Kind.WRAPPER and other.provider != registration.provider:
+                if registration.kind is Kind.WRAPPER:
+                    return "duplicate"
+                if registration.force and not other.force:
+                    registration = replace(registration, function=other.function)
+                    known.pop(i)
+                    break
+                if other.provider != registration.provider:
                     known.append(replace(registration, function=other.function))
+                elif registration.priority not in (None, other.priority):
+                    known[i] = replace(other, priority=registration.priority)
+                    self._refresh(patch)
+                    return "registered"
                 return "duplicate"
         if registration.force and registration.kind is not Kind.WRAPPER:
             # The newest forced replacement stands for all forced ones before it.

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from patchguard.bindings import modules
-from patchguard.install import Applied
+from patchguard.install import Applied, leads_to
 from patchguard.registration import qualified_name
-from patchguard.target import MISSING, is_module, module_dict
+from patchguard.target import MISSING, module_dict
 
 if TYPE_CHECKING:
     from patchguard.guard import Guard
@@ -64,16 +64,11 @@ def drift(guard: Guard) -> Iterator[Finding]:
                 "error",
             )
     for applied in guard.engine.applied.values():
-        slot = applied.slot
-        if slot is None or not slot.is_module_level or not is_module(slot.owner):
-            continue
-        name = module_dict(slot.owner).get("__name__")
-        now = sys.modules.get(name) if isinstance(name, str) else None
-        if now is not None and now is not slot.owner and applied.plan.target.startswith(f"{name}."):
+        if applied.slot is not None and not leads_to(applied.plan.target, applied.slot):
             yield Finding(
                 "drift",
                 applied.plan.target,
-                f"module {name} was replaced in sys.modules; the new one is not patched. Repatch.",
+                "leads to another module or class than the one that was patched; the new one is not patched. Repatch.",
                 "error",
             )
 

@@ -104,7 +104,7 @@ def test_demo_without_its_packages_says_how_to_get_them(
 ) -> None:
     _without(monkeypatch, *missing)
     shown = invoke("demo")
-    assert shown.exit_code == 1
+    assert shown.exit_code == 2
     assert shown.stdout == ""
     assert re.fullmatch(r"error: [^\n]+\n", shown.stderr)
     assert named in shown.stderr
@@ -119,7 +119,7 @@ def test_demo_whose_packages_do_not_import_says_why(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(demo.importlib, "import_module", broken)
     monkeypatch.setattr(cannless, "enable", lambda: None)
     shown = invoke("demo")
-    assert shown.exit_code == 1
+    assert shown.exit_code == 2
     assert "do not import (ImportError: numpy is too old)" in shown.stderr
 
 
@@ -127,7 +127,7 @@ def test_demo_whose_packages_do_not_import_says_why(monkeypatch: pytest.MonkeyPa
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
     _without(monkeypatch, "torch")
     shown = invoke(*args)
-    assert shown.exit_code == 1
+    assert shown.exit_code == 2
     assert shown.stderr.startswith("Traceback (most recent call last):")
     assert "patchguard.errors.HostError: the demo computes with torch" in shown.stderr
 
@@ -153,7 +153,7 @@ def test_policy_that_cannot_be_read_stops_the_demo_and_is_a_finding_of_the_docto
 ) -> None:
     monkeypatch.setenv("PATCHGUARD_POLICY", str(tmp_path / "none.toml"))
     shown = invoke("demo")
-    assert shown.exit_code == 1
+    assert shown.exit_code == 2
     assert "none.toml" in shown.stderr
     shown = invoke("doctor", "--json")
     data = json.loads(shown.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -577,3 +578,86 @@ def test_leaving_a_feature_undoes_what_it_did_while_registering(mod: Mod) -> Non
     assert dict(vars(Tensor)) == originals[0] and lib.total is originals[1]
     guard.uninstall()
     assert dict(vars(Tensor)) == originals[0] and lib.total is originals[1]
+
+
+# -- driving in odd orders ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_the_last_forced_function_wins_in_any_order(mod: Mod, length: int) -> None:
+    functions = {"a": fused, "b": invariant}
+    calls = [(name, force) for name in functions for force in (False, True)]
+    for sequence in itertools.product(calls, repeat=length):
+        lib = mod("pk_core", attend=lambda: "eager")
+        guard = patchguard.Guard(journal=Journal(level="off"))
+        for name, force in sequence:
+            guard.registry.register_patch("pk_core.attend", functions[name], force_patch=force)
+        forced = [name for name, force in sequence if force]
+        guard.registry.apply_patches()
+        assert lib.attend is functions[forced[-1] if forced else sequence[0][0]], sequence
+        guard.uninstall()
+
+
+def test_what_is_written_into_a_patch_object_outlives_a_registration(
+    registry: patchguard.Registry, core: types.ModuleType
+) -> None:
+    def loud_wrapper(function: Any) -> Any:
+        return lambda: function().upper()
+
+    def long_wrapper(function: Any) -> Any:
+        return lambda: function() + function()
+
+    registry.register_patch("pk_core.attend", fused)
+    patch = registry.patches_info["pk_core.attend"]
+    patch.patch_func = invariant
+    patch.wrappers.append(long_wrapper)
+    registry.register_patch("pk_core.attend", loud_wrapper)
+    registry.apply_patches()
+    assert core.attend() == "INVARIANTINVARIANT"
+    patch.wrappers.clear()
+    registry.register_patch("pk_core.attend", loud_wrapper)
+    registry.apply_patches()
+    assert core.attend() == "INVARIANT"
+
+
+def test_a_registration_that_cannot_be_put_in_force_is_not_kept(
+    guard: patchguard.Guard, core: types.ModuleType
+) -> None:
+    with pytest.raises(TargetError):
+        guard.register("pk_nowhere.f", fused, apply=True)
+    guard.register("pk_core.attend", fused, apply=True)
+    assert core.attend is fused
+
+
+def test_a_priority_can_be_given_later(guard: patchguard.Guard, core: types.ModuleType) -> None:
+    guard.register("pk_core.attend", fused, provider="a")
+    guard.register("pk_core.attend", invariant, provider="b")
+    guard.register("pk_core.attend", invariant, provider="b", priority=10)
+    guard.registry.apply_patches()
+    assert core.attend is invariant
+
+
+@pytest.mark.parametrize("what", ["module", "class"])
+def test_an_unchanged_repatch_notices_that_a_module_or_class_was_replaced(
+    guard: patchguard.Guard, mod: Mod, what: str
+) -> None:
+    def make() -> type:
+        class Attention:
+            def forward(self) -> str:
+                return "eager"
+
+        return Attention
+
+    lib = mod("pk_layer", Attention=make(), attend=lambda: "eager")
+    guard.register("pk_layer.Attention.forward", fused)
+    guard.register("pk_layer.attend", fused)
+    guard.repatch({})
+    assert guard.verify() == []
+    if what == "module":
+        lib = mod("pk_layer", Attention=make(), attend=lambda: "eager")
+    else:
+        lib.Attention = make()  # type: ignore[attr-defined]
+    assert "pk_layer.Attention.forward" in {f.where for f in guard.verify() if f.kind == "drift"}
+    guard.repatch({})
+    assert lib.Attention().forward() == lib.attend() == "fused"
+    assert not [f for f in guard.verify() if f.severity == "error"]

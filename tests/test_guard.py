@@ -195,6 +195,22 @@ def test_a_different_order_of_wrappers_is_a_different_fingerprint(lib: types.Mod
     assert {result for _, result in found} == {"original", "ORIGINAL"} and len(found) == 2
 
 
+def test_installed_without_mindspeed_the_guard_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from patchguard.hosts import MindSpeedHost
+
+    monkeypatch.setattr(MindSpeedHost, "importable", staticmethod(lambda: False))
+    guard = patchguard.install(journal=Journal(level="off"))
+    try:
+        for _ in range(2):
+            guard.repatch({"use_flash_attn": True})
+        (warning,) = guard.journal.records("warning")
+        assert "MindSpeed cannot be imported" in warning["message"]
+        with pytest.raises(TargetError, match="MindSpeed cannot be imported"):
+            guard.explain("DotProductAttention.forward")
+    finally:
+        guard.uninstall()
+
+
 def test_the_config_is_neither_changed_nor_kept(guard: patchguard.Guard, lib: types.ModuleType) -> None:
     config = {"use_a": True, "use_b": True, "sizes": [1, 2]}
     guard.repatch(config)
