@@ -517,7 +517,11 @@ class _Call:
 
     def parts(self) -> Iterator[_Part]:
         """The whole batch, or the sequences of TND one by one."""
-        q, k, v = self.bnsd(self.query, self.heads), self.bnsd(self.key, self.groups), self.bnsd(self.value, self.groups)
+        q, k, v = (
+            self.bnsd(self.query, self.heads),
+            self.bnsd(self.key, self.groups),
+            self.bnsd(self.value, self.groups),
+        )
         if self.ends is None:
             yield _Part(q, k, v, self._visible(q.size(2), k.size(2)), slice(None), slice(None))
             return
@@ -613,7 +617,8 @@ def _scores(q: Tensor, k: Tensor, visible: _Visible, scale: float, first: int, s
 
 
 def _keep(scores: Tensor, keep_prob: float, generator: torch.Generator) -> Tensor:
-    return torch.rand(scores.shape, generator=generator, device=scores.device).lt_(keep_prob).div_(keep_prob)
+    drawn = torch.rand(scores.shape, generator=generator, dtype=scores.dtype, device=scores.device)
+    return drawn.lt_(keep_prob).div_(keep_prob)
 
 
 def _grouped(tensor: Tensor, groups: int) -> Tensor:

@@ -334,13 +334,15 @@ def _print_head(out: Any, snapshot: Mapping[str, Any]) -> None:
 
 
 def _print_targets(out: Any, snapshot: Mapping[str, Any], having: str) -> None:
-    from patchguard.report import targets_table, wide
+    from patchguard.report import targets, wide
 
-    width = wide(out)
-    made = targets_table(snapshot, having=having, width=width)
+    width, before = wide(out), out.width
+    made = targets(snapshot, having=having, width=width)
     if width is None:
-        width = max(out.width, out.measure(made, options=out.options.update(width=10_000)).maximum)
-    out.print(made, width=width)
+        out.width = 10_000
+        out.width = max(before, out.measure(made).maximum)
+    out.print(made)
+    out.width = before
 
 
 def _print_some(out: Any, renderable: Any) -> None:
@@ -391,13 +393,13 @@ def conflicts(
         if as_json:
             click.echo(json.dumps([c.as_dict() for c in found], indent=2))
         else:
-            from patchguard.report import atlas_changes_table, console, versions_text
+            from patchguard.report import atlas_changes_list, console, versions_text
 
             names = [versions_text(a) for a in (first, second)]
             if names[0] == names[1]:
                 names = list(diff)
             out = console()
-            out.print(atlas_changes_table(found, *names) if found else "no difference")
+            out.print(atlas_changes_list(found, *names) if found else "no difference")
         ctx.exit(FOUND if found else 0)
     from patchguard import preview
 
@@ -414,14 +416,13 @@ def conflicts(
     if as_json:
         click.echo(json.dumps(atlas, indent=2))
         return
-    from patchguard.report import atlas_faults_table, atlas_table, console, versions_text
+    from patchguard.report import atlas_faults_list, atlas_list, console, versions_text
 
     out = console()
     out.print(versions_text(atlas), soft_wrap=True, style="bold")
     groups = atlas_module.groups(atlas)
-    out.print(atlas_table(groups))
-    if atlas["failed"] or atlas["slow"]:
-        out.print(atlas_faults_table(atlas))
+    _print_some(out, atlas_list(groups))
+    _print_some(out, atlas_faults_list(atlas))
     unsettled = sum(not group.settled for group in groups)
     out.print(
         f"{len(groups)} conflicts, {unsettled} of them unsettled; {atlas['argument_pairs_tried']:,} pairs of "
@@ -536,10 +537,10 @@ def diff(ctx: click.Context, first: str, second: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([d.as_dict() for d in found], indent=2))
     else:
-        from patchguard.report import console, differences_table
+        from patchguard.report import console, differences_list
 
         out = console()
-        out.print(differences_table(found, first, second) if found else "no difference", soft_wrap=not found)
+        out.print(differences_list(found, first, second) if found else "no difference", soft_wrap=not found)
     ctx.exit(FOUND if found else 0)
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchguard.arguments import normalise
 from patchguard.errors import ArgumentsError
 
 if sys.version_info >= (3, 11):
@@ -333,16 +332,18 @@ def _sections(file: _File, wanted: str | None) -> tuple[str, tuple[str, ...]]:
             + (hydra if "defaults" in file.data else " Name the section that has the arguments with --section.")
         )
     first = engines[0]
-    arguments = normalise(file.arguments(first))
-    others = []
-    for other in engines[1:]:
-        try:
-            same = normalise(file.arguments(other)) == arguments
-        except ArgumentsError:
-            same = False
-        if not same:
-            others.append(other)
-    return first, tuple(others)
+    asked = _asked(file, first)
+    return first, tuple(other for other in engines[1:] if _asked(file, other) != asked)
+
+
+def _asked(file: _File, section: str) -> Any:
+    """What of an engine section counts; as text where it cannot be read, which is told once it is chosen."""
+    try:
+        engine = file.arguments(section)
+    except ArgumentsError as error:
+        return str(error)
+    size = engine.get(_CONTEXT_PARALLEL)
+    return engine.get(_OVERRIDES), None if size in (None, 1) else size
 
 
 def _only_mappings(data: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -125,6 +124,8 @@ def match_target(target: str, known: Iterable[str], where: str = "here") -> str:
     tails: dict[str, str] = {}
     for name in names:
         tails.setdefault(".".join(name.split(".")[-depth:]).lower(), name)
+    import difflib
+
     near = [tails[tail] for tail in difflib.get_close_matches(target.lower(), tails, n=3)]
     near = near or [name for name in names if target.lower() in name.lower()][:3]
     hint = f" Near names: {', '.join(near)}." if near else ""

@@ -5,6 +5,7 @@ Kinds, with their severity:
 ================== ======== ==============================================================================
 ``feature``        error    a feature that cannot register with this host, and the name that is missing
 ``slow-feature``   error    a feature that was stopped because registering took too long
+``target``         error    a target of a feature that is not there, or cannot be patched
 ``no-safe-winner`` error    two features that the policy refuses to choose between
 ``validate``       error    a feature's own checks of the arguments fail; MindSpeed makes them when the model's
                             config is built, minutes into the job
@@ -45,7 +46,7 @@ __all__ = ["FATAL", "SEVERITIES", "Context", "Dropped", "of_plan", "worst"]
 SEVERITIES = ("error", "warning", "note")
 
 #: Kinds with which the real repatch would raise and change nothing.
-FATAL = frozenset({"feature", "slow-feature"})
+FATAL = frozenset({"feature", "slow-feature", "target"})
 
 #: Fields of Megatron's config that a job has to give: their default, 0, is no value.
 _REQUIRED = frozenset({"num_layers", "hidden_size", "num_attention_heads"})
@@ -63,18 +64,20 @@ class Dropped:
     error: str
     missing: str | None
     timed_out: bool = False
+    target: str | None = None
 
     @staticmethod
-    def of(feature: Any, error: BaseException) -> Dropped:
-        """From the feature and what came of letting it register."""
+    def of(feature: Any, error: BaseException, target: str | None = None) -> Dropped:
+        """From the feature, what came of letting it register, and the target that could not be patched, if any."""
         provider = provider_of(feature)
-        cause = error.__cause__ if error.__cause__ is not None else error
+        cause = error.__cause__ if error.__cause__ is not None and target is None else error
         return Dropped(
             provider.name,
             provider.feature_name or provider.name,
             f"{type(cause).__name__}: {_first_line(cause)}",
             missing_name(cause),
             isinstance(error, TimedOutError),
+            target,
         )
 
 
@@ -143,6 +146,14 @@ def _dropped(dropped: Iterable[Dropped]) -> Iterator[Finding]:
                 one.feature,
                 f"(argument {one.argument}) {one.error.partition(': ')[2]} while registering; it compiles or waits for "
                 "something. The plan is without it. Allow more with --feature-timeout, or switch it off.",
+                "error",
+            )
+        elif one.target is not None:
+            yield Finding(
+                "target",
+                one.target,
+                f"cannot be patched as {one.feature} (argument {one.argument}) asks: {_sentence(one.error)} The plan "
+                "is without that feature. Switch the argument off, or install the version that has the target.",
                 "error",
             )
         else:

@@ -19,20 +19,20 @@ from patchguard.explanation import Explanation
 from patchguard.snapshot import Difference
 
 __all__ = [
-    "atlas_changes_table",
-    "atlas_faults_table",
-    "atlas_table",
+    "atlas_changes_list",
+    "atlas_faults_list",
+    "atlas_list",
     "broken",
     "conflicts_list",
     "console",
     "counts_text",
-    "differences_table",
+    "differences_list",
     "explanation_table",
     "findings_list",
     "short_name",
     "status_text",
     "table",
-    "targets_table",
+    "targets",
     "versions_text",
     "wide",
 ]
@@ -115,13 +115,18 @@ def explanation_table(explanation: Explanation) -> Table:
 def short_name(function: str | None) -> str:
     """A function without its module: ``mindspeed.core.adaptor.Class.forward`` gives ``Class.forward``.
 
-    The module ends where a part begins with a capital letter, as classes do, else before the last part.
+    The module ends where a part begins with a capital letter, as classes do, else before the last part. The function
+    that MindSpeed registers where there is none is a "stand-in".
     """
     if function is None:
         return ""
+    if "dummy_function_wrapper.<locals>" in function:
+        return "stand-in"
     name, bracket, closure = function.partition("[")
     parts = name.split(".")
-    capital = next((i for i, part in enumerate(parts) if part[:1].isupper() or part.startswith("<")), len(parts) - 1)
+    capital = next(
+        (i for i, part in enumerate(parts) if part.lstrip("_")[:1].isupper() or part.startswith("<")), len(parts) - 1
+    )
     if parts[capital].startswith("<"):
         capital -= 1
     return ".".join(parts[max(capital, 0) :]) + bracket + closure
@@ -132,47 +137,75 @@ def versions_text(snapshot: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(snapshot["versions"].items())) or "no MindSpeed"
 
 
-def targets_table(
-    snapshot: Mapping[str, Any], title: str = "Targets", having: str = "", width: int | None = None
-) -> Table:
-    """Every target: winner, wrappers, suppressed and rule.
+#: A page narrower than this has no room for a table of five columns.
+_NARROW = 100
+
+
+def targets(snapshot: Mapping[str, Any], having: str = "", width: int | None = None) -> RenderableType:
+    """Every target: winner, wrappers, suppressed and rule; a table, or on a narrow page a list.
 
     Args:
         snapshot: as `patchguard.snapshot.read` returns it.
-        title: of the table.
         having: show only targets with this text in any column, whatever its case.
         width: columns of the page, so that names break at their dots; None: as wide as the longest names.
     """
     rows = [row for row in map(_target_row, snapshot["targets"]) if having.lower() in "\n".join(row).lower()]
     names = ("target", "winner", "wrappers", "suppressed", "rule")
-    if width is not None:
+    if rows and width is not None and width < _NARROW:
+        lines: list[RenderableType] = []
+        for target, *cells in rows:
+            lines.append(Text(broken(target, width)))
+            lines.append(Padding(_grid([(n, c) for n, c in zip(names[1:], cells, strict=True) if c]), (0, 0, 1, 2)))
+        return Group(Text("Targets", "bold"), Text(""), *lines)
+    if rows and width is not None:
+        # Module and name, provider and function on a line each: most names then fit.
+        rows = [(_split_target(row[0]), *(cell.replace(": ", "\n") for cell in row[1:])) for row in rows]
         widths = _shares(rows, width - 3 * len(names) - 2)
         rows = [tuple(map(broken, row, widths)) for row in rows]
-    return table(title, names, rows)
+    return table("Targets", names, rows)
+
+
+#: The least that a column gets, and the share of its cells that fit without a break where the page allows it.
+_LEAST, _FITTING = 13, 0.8
 
 
 def _shares(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Columns for each column of a table: what it needs, or a share of ``width`` by what it needs."""
-    longest = [max([8, *(len(line) for row in rows for line in row[i].split("\n"))]) for i in range(5)]
-    if sum(longest) <= width:
-        return longest
-    share = width / sum(longest)
-    return [max(8, int(need * share)) for need in longest]
+    """Columns for each column of a table: what most of its cells need, as far as ``width`` goes."""
+    needs = []
+    for i in range(len(rows[0])):
+        lengths = sorted(max(map(len, row[i].split("\n"))) for row in rows)
+        needs.append(max(_LEAST, lengths[int(_FITTING * (len(lengths) - 1))]))
+    found = list(needs)
+    left = width
+    for done, i in enumerate(sorted(range(len(needs)), key=needs.__getitem__)):
+        found[i] = min(needs[i], max(_LEAST, left // (len(needs) - done)))
+        left -= found[i]
+    # What is left over goes to whoever's longest cell still needs it.
+    for i in sorted(range(len(needs)), key=lambda i: -needs[i]):
+        longest = max(len(line) for row in rows for line in row[i].split("\n"))
+        more = min(max(0, longest - found[i]), max(0, left))
+        found[i] += more
+        left -= more
+    return found
 
 
 def broken(text: str, width: int) -> str:
-    """``text`` with line breaks after dots, colons and underscores, so that no line is longer than ``width``."""
+    """``text`` with line breaks after dots and spaces, or else underscores, so that no line is wider than ``width``."""
     lines = []
     for line in text.split("\n"):
         rest = line
         while len(rest) > width:
-            cut = max(rest.rfind(mark, 1, width) for mark in ".:_ -[") + 1
-            if cut < width // 3:
-                cut = width
+            cuts = (max(rest.rfind(mark, 1, width) for mark in marks) + 1 for marks in (". ", "_-["))
+            cut = next((cut for cut in cuts if cut > width // 3), width)
             lines.append(rest[:cut].rstrip())
             rest = rest[cut:].lstrip()
         lines.append(rest)
     return "\n".join(lines)
+
+
+def _split_target(target: str) -> str:
+    name = short_name(target)
+    return target if name == target else f"{target[: -len(name)]}\n{name}"
 
 
 def _target_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -242,39 +275,36 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def differences_table(found: Sequence[Difference], first: str, second: str) -> Table:
-    """What differs between two snapshots."""
-    rows = [
-        (d.what, d.name, d.aspect, _lines(d.before), _lines(d.after)) if d.what == "target" else _plain_row(d)
-        for d in found
-    ]
-    return table("Differences", ("", "name", "what", first, second), rows)
-
-
-def _plain_row(difference: Difference) -> tuple[str, ...]:
-    return difference.what, difference.name, "", difference.before or "none", difference.after or "none"
-
-
-def _lines(text: str | None) -> str:
-    return "none" if text is None else text.replace(", ", "\n").replace(" < ", "\n< ")
+def differences_list(found: Sequence[Difference], first: str, second: str) -> Group:
+    """What differs between two snapshots, each thing with what it is in the first and in the second."""
+    lines: list[RenderableType] = [_grid([("first", first), ("second", second)]), Text("")]
+    name = None
+    for one in found:
+        if (one.what, one.name) != name:
+            name = one.what, one.name
+            lines.append(Text.assemble((f"{one.what} ", "dim"), (one.name, "bold")))
+        aspect = "" if one.aspect == "value" else one.aspect
+        rows = [(aspect or "first", one.before or "none"), ("" if aspect else "second", one.after or "none")]
+        lines.append(Padding(_grid(rows), (0, 0, 0, 2)))
+    return Group(*lines)
 
 
 # ---- the atlas -----------------------------------------------------------------------------------
 
 
-def atlas_table(found: Sequence[Conflict]) -> Table:
-    """Conflicts by target and features, with the arguments that lead to them."""
-    rows = [
-        (
-            group.target,
-            f"{group.first}\n{group.second}",
-            _examples(group.arguments),
-            ("" if group.settled else "unsettled: ") + (group.winner or "a stand-in"),
-            group.rule,
-        )
-        for group in found
-    ]
-    return table("Conflicts", ("target", "features", "arguments", "winner", "rule"), rows)
+def atlas_list(found: Sequence[Conflict]) -> Group | None:
+    """Conflicts by target and features, with the arguments that lead to them; None where there are none."""
+    lines: list[RenderableType] = []
+    for conflict in found:
+        lines.append(Text(conflict.target))
+        settled = f"{conflict.winner or 'a stand-in'} by {conflict.rule}"
+        rows = [
+            ("features", f"{conflict.first}, {conflict.second}"),
+            ("arguments", _examples(conflict.arguments)),
+            ("settled" if conflict.settled else "unsettled", settled if conflict.settled else conflict.rule),
+        ]
+        lines.append(Padding(_grid(rows), (0, 0, 1, 2)))
+    return _titled("Conflicts", lines)
 
 
 def _examples(arguments: Sequence[str], most: int = 3) -> str:
@@ -284,21 +314,31 @@ def _examples(arguments: Sequence[str], most: int = 3) -> str:
     return "\n".join(shown)
 
 
-def atlas_faults_table(atlas: Mapping[str, Any]) -> Table:
-    """Features that failed, or were stopped, while registering."""
-    rows = [("failed", f["feature"], _settings(f["arguments"]), f["error"]) for f in atlas["failed"]]
-    rows += [("warning", f["feature"], f["argument"], f"stopped: {f['why']}") for f in atlas["slow"]]
-    return table("Features left out", ("", "feature", "with", "why"), rows)
+def atlas_faults_list(atlas: Mapping[str, Any]) -> Group | None:
+    """Features that failed, or were stopped, while registering; None where there are none."""
+    rows = [(f["feature"], _settings(f["arguments"]), f["error"]) for f in atlas["failed"]]
+    rows += [(f["feature"], f["argument"], f"stopped: it {f['why']}") for f in atlas["slow"]]
+    lines: list[RenderableType] = []
+    for feature, arguments, why in rows:
+        lines.append(Text.assemble((feature, "bold"), f" with {arguments}"))
+        lines.append(Padding(Text(why), (0, 0, 1, 2)))
+    return _titled("Features left out", lines)
 
 
 def _settings(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in arguments.items()) or "any arguments"
 
 
-def atlas_changes_table(found: Sequence[AtlasChange], first: str, second: str) -> Table:
+def atlas_changes_list(found: Sequence[AtlasChange], first: str, second: str) -> Group:
     """What differs between two atlases."""
-    rows = [
-        (c.what, c.target, f"{c.first}\n{c.second}", c.arguments, c.before or "no conflict", c.after or "no conflict")
-        for c in found
-    ]
-    return table("Conflicts that differ", ("", "target", "features", "arguments", first, second), rows)
+    lines: list[RenderableType] = [_grid([("first", first), ("second", second)]), Text("")]
+    for change in found:
+        lines.append(Text.assemble((change.what, STYLES.get(change.what, "")), f" {change.target}"))
+        rows = [
+            ("features", f"{change.first}, {change.second}"),
+            ("arguments", change.arguments),
+            ("first", change.before or "no conflict"),
+            ("second", change.after or "no conflict"),
+        ]
+        lines.append(Padding(_grid(rows), (0, 0, 1, 2)))
+    return Group(*lines)

@@ -55,7 +55,11 @@ def snapshot_of(guard: Guard) -> dict[str, Any]:
                 "reason": found.reason,
                 "layer": layer,
                 "current": found.current,
-                "parties": {name: parties[name] for name in ("original", "winner", "wrappers")},
+                "parties": {
+                    "original": parties["original"],
+                    "winner": parties["winner"],
+                    "wrappers": list(parties["wrappers"]),
+                },
             }
         )
     return {
@@ -326,8 +330,15 @@ def _named(what: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> It
             yield Difference(what, name, "value", first.get(name), second.get(name))
 
 
-def _by_target(snapshot: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    return {(entry["target"], entry["layer"]): entry for entry in snapshot["targets"]}
+def _by_target(snapshot: Mapping[str, Any]) -> dict[tuple[str, int], Mapping[str, Any]]:
+    """Entries by target, and by place among those of one target where several layers patch it."""
+    found: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for entry in snapshot["targets"]:
+        place = 0
+        while (entry["target"], place) in found:
+            place += 1
+        found[entry["target"], place] = entry
+    return found
 
 
 def _target_differences(

@@ -165,10 +165,7 @@ class TracedArguments(argparse.Namespace):
         object.__setattr__(self, "_trace", trace)
 
     def __getattribute__(self, name: str) -> Any:
-        try:
-            trace = object.__getattribute__(self, "_trace")
-        except AttributeError:  # a copy that somebody made
-            return object.__getattribute__(self, name)
+        trace = object.__getattribute__(self, "_trace")
         if name.startswith("__"):
             if name == "__dict__":
                 trace.opaque = True
@@ -184,6 +181,10 @@ class TracedArguments(argparse.Namespace):
     def __delattr__(self, name: str) -> None:
         object.__getattribute__(self, "_trace").writes[name] = MISSING
         object.__delattr__(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy is a plain namespace; what is read from it, nobody sees.
+        return argparse.Namespace, (), dict(vars(self))
 
 
 # What an AttributeError in a feature says is what it would say of the real thing.

@@ -8,6 +8,7 @@ or ``{"error": ...}``. Here MindSpeed may be imported, patched and left in any s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -22,12 +23,14 @@ from typing import Any
 
 from patchguard import cannless, findings
 from patchguard.arguments import normalise
-from patchguard.errors import FeatureError, HostError, PatchError
+from patchguard.errors import HostError, PatchError
 from patchguard.guard import Guard
 from patchguard.hosts import FEATURES, Host, MindSpeedHost, MindSpeedLLMHost
+from patchguard.install import Engine
 from patchguard.journal import Journal
+from patchguard.plan import TargetPlan
 from patchguard.process import install
-from patchguard.survey import IDLE_SECONDS, TimedOutError, time_limit
+from patchguard.survey import IDLE_SECONDS, TimedOutError, provider_of, time_limit
 from patchguard.target import module_dict
 
 __all__ = ["main"]
@@ -71,6 +74,8 @@ class _Subject:
         self.dropped: list[findings.Dropped] = []
         journal = Journal(level="off")
         if job["features"]:
+            with contextlib.suppress(HostError):  # they may need no torch
+                _enable_cannless(Path(job["folder"]))
             self.guard = Guard(policy=job["policy"], journal=journal)
             _call_named(job["features"], self.guard)
             self.host: Host = self.guard.embedded
@@ -101,23 +106,44 @@ class _Subject:
                 with time_limit(seconds, 2 * IDLE_SECONDS):
                     action()
                 return
-            except (FeatureError, TimedOutError) as error:
-                feature = _culprit(error)
-                if feature is None:
-                    if isinstance(error, TimedOutError):
-                        raise HostError(f"applying the config {error}. Allow more with --feature-timeout.") from error
+            except (PatchError, TimedOutError) as error:
+                features, target = self._culprits(error)
+                if not features and isinstance(error, TimedOutError):
+                    raise HostError(f"applying the config {error}. Allow more with --feature-timeout.") from error
+                if not features:
                     raise
-                self.drop(feature, error)
+                for feature in features:
+                    self.drop(feature, error, target)
         raise HostError(f"more than {MOST_FAILURES} features fail with this host; the last: {self.dropped[-1].error}")
 
-    def drop(self, feature: Any, error: BaseException) -> None:
-        """Take a feature out of the host's list, and remember why."""
+    def _culprits(self, error: BaseException) -> tuple[list[Any], str | None]:
+        """The features that ``error`` comes from: the one that was registering, or who registered for the target
+        that could not be patched, and that target."""
+        feature, entry = None, None
+        trace = error.__traceback__
+        while trace is not None:
+            frame, module = trace.tb_frame, trace.tb_frame.f_globals.get("__name__")
+            if module == Guard.__module__ and "feature" in frame.f_locals:
+                feature = frame.f_locals["feature"]
+            if module == Engine.__module__ and isinstance(frame.f_locals.get("entry"), TargetPlan):
+                entry = frame.f_locals["entry"]
+            trace = trace.tb_next
+        if entry is None:
+            return [feature] if feature is not None else [], None
+        names = {r.provider.name for r in entry.registrations}
+        return [f for f in self._features() if provider_of(f).name in names], entry.target
+
+    def _features(self) -> list[Any]:
         if self.job["features"]:
-            self.guard.embedded.features.remove(feature)
-        else:
-            module_dict(sys.modules[FEATURES])["MindSpeedFeaturesManager"].FEATURES_LIST.remove(feature)
+            return self.guard.embedded.features
+        found: list[Any] = module_dict(sys.modules[FEATURES])["MindSpeedFeaturesManager"].FEATURES_LIST
+        return found
+
+    def drop(self, feature: Any, error: BaseException, target: str | None) -> None:
+        """Take a feature out of the host's list, and remember why."""
+        self._features().remove(feature)
         self.guard._types = None
-        self.dropped.append(findings.Dropped.of(feature, error))
+        self.dropped.append(findings.Dropped.of(feature, error, target))
 
     def defaults(self) -> dict[str, Any]:
         """The host's arguments when nobody has given any."""
@@ -165,18 +191,6 @@ def _import_adaptor(name: str) -> None:
         raise HostError(
             f"{name} cannot be imported: {why}. Install what it needs; `patchguard doctor` tells more."
         ) from error
-
-
-def _culprit(error: BaseException) -> Any:
-    """The feature that was registering when ``error`` was raised."""
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_globals.get("__name__") == Guard.__module__ and "feature" in frame.f_locals:
-            found = frame.f_locals["feature"]
-        trace = trace.tb_next
-    return found
 
 
 def _call_named(name: str, guard: Guard) -> None:

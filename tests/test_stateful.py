@@ -25,10 +25,17 @@ import pytest
 import zoo
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import patchguard
-from patchguard import PatchError
+from patchguard import FrozenError, PatchError
 from patchguard.journal import Journal
 
 EXAMPLES = int(os.environ.get("PATCHGUARD_HYPOTHESIS_EXAMPLES", "80"))
@@ -38,13 +45,11 @@ STEPS = 50
 #: fixed. To be emptied: taking a name out lets the programs go there.
 KNOWN: frozenset[str] = frozenset(
     {
-        "force again",  # test_layers: a function that was registered before and is now forced
+        "two spellings",  # test_layers: one wrapper under two spellings of one slot wraps twice
         "held before",  # test_layers: what another module held before the patch came is taken for an alias
         "lost twin",  # test_layers: a direct registration of what a feature registers too does not survive
         "order of held",  # test_layers: direct registrations after a repatch are in another order
-        "owner replaced",  # test_layers: an unchanged repatch after a reload that brought new classes
         "applied flag",  # test_layers: Patch.is_applied although a registration is not in force yet
-        "removed wrapper",  # test_layers: a wrapper that was removed by name comes back, or cannot come back
         "created assigned",  # test_layers: a value assigned to a name that a patch had created
     }
 )
@@ -105,6 +110,13 @@ def winner(regs: Iterable[Reg]) -> Reg | None:
     if not found:
         return None
     return max(found, key=lambda r: (r.tag != "stand-in", r.force, r.order if r.force else r.priority, -r.order))
+
+
+def first_of_each_tag(regs: Iterable[Reg]) -> list[Reg]:
+    found: dict[str, Reg] = {}
+    for reg in regs:
+        found.setdefault(reg.tag, reg)
+    return list(found.values())
 
 
 def functions(regs: Iterable[Reg]) -> list[int]:
@@ -259,8 +271,8 @@ class Model:
         base = None if created else before
         chosen = winner(regs)
         final = base if chosen is None else StandIn() if chosen.tag == "stand-in" else chosen.function
-        for r in regs:
-            if r.wraps and r.tag != "same":
+        for r in first_of_each_tag(r for r in regs if r.wraps):
+            if r.tag != "same":
                 final = None if r.tag == "none" else Wrap(r.tag, final)
         state[id(owner)][name] = final
         if not created and final is not base:
@@ -369,10 +381,19 @@ asks = st.one_of(
 )
 
 
+def avoided(ask: Ask) -> bool:
+    """Whether a known fault would be met."""
+    if "held before" in KNOWN and ask.what == "none" and ask.path.endswith(("NOTHING", "missing")):
+        return True
+    return "two spellings" in KNOWN and ask.what in ("box", "none") and ask.path.endswith((".function", ".method"))
+
+
 class Switched(patchguard.Feature):
     """Registers what the program says, in the first or second phase."""
 
-    def __init__(self, name: str, asked: Sequence[Ask], early: bool, register: Callable[[Any, Ask, bool], None]) -> None:
+    def __init__(
+        self, name: str, asked: Sequence[Ask], early: bool, register: Callable[[Any, Ask, bool], None]
+    ) -> None:
         super().__init__(name)
         self.asked, self.early, self.register = asked, early, register
 
@@ -418,9 +439,11 @@ class Programs(RuleBasedStateMachine):
             self.model.add(cls.__mro__[1])
         self.disturbed = False  # whether anybody but the guard has changed the zoo
         self.drift = False  # ... since the last time that patches were put in force
-        self.reloaded = False
         self.nonce = 0
         self.late: list[str] = []
+        self.names: set[int] = set()  # the features of the last repatch
+        self.dummies: dict[str, Any] = {}  # registered, by target
+        self.made_up: dict[str, Any] = {}  # in force
         self.features: list[Switched] = []
         self.touched: set[tuple[int, str]] = set()  # (layer, path) whose is_applied may say less than it could
 
@@ -428,35 +451,30 @@ class Programs(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.guard = patchguard.Guard(journal=Journal(level="off"))
-        self.guard.declare(broken=str, nonce=int)
-        self.guard.base_config.update(broken="", nonce=0)
+        self.guard.declare(broken=str)
+        self.guard.base_config.update(broken="")
         self.registries = [self.guard.registry]
         self.layers = [Layer("patchguard")]
         for feature in self.features:
             self.guard.add_feature(feature)
         self.guard.add_feature(Failing("fail"))
         self.touched.clear()
+        self.dummies, self.made_up = {}, {}
 
     @initialize(
         asked=st.lists(st.tuples(st.lists(asks, min_size=1, max_size=3), st.booleans()), min_size=3, max_size=3),
         second=st.booleans(),
     )
     def begin(self, asked: list[tuple[list[Ask], bool]], second: bool) -> None:
-        if "held before" in KNOWN:
-            for some, _ in asked:
-                some[:] = [a for a in some if a.what != "none" or not a.path.endswith(("NOTHING", "missing"))]
-        if "force again" in KNOWN:
-            seen: set[tuple[str, str]] = set()
-            for some, _ in asked:
-                for i, a in enumerate(some):
-                    key = (a.path, self.made(a)[0])
-                    some[i] = Ask(a.path, a.what, a.number, a.force and key not in seen)
-                    seen.add(key)
+        for some, _ in asked:
+            some[:] = [a for a in some if not avoided(a)]
         self.features = [Switched(f"f{i}", some, early, self.ask) for i, (some, early) in enumerate(asked)]
         self.start()
         if second:
             self.second_layer()
 
+    @precondition(lambda self: self.features and len(self.layers) == 1)
+    @rule()
     def second_layer(self) -> None:
         self.registries.append(self.guard.new_registry("two"))
         self.layers.append(Layer("two"))
@@ -486,24 +504,17 @@ class Programs(RuleBasedStateMachine):
 
     def allowed(self, ask: Ask, layer: int) -> bool:
         """Keeps clear of known faults, and of what has no meaning."""
-        if ask.what == "class" and layer == 1:
+        if avoided(ask) or (ask.what == "class" and layer == 1):
             return False  # across layers a member patch stays with its layer; test_layers has that
-        if ask.what in ("same", "box", "none") and "again" in ask.path + "".join(self.layers[layer].regs):
-            return "again" not in ask.path and ask.path != "pk_zoo.function"
-        if "held before" in KNOWN and ask.what == "none" and ask.path.endswith(("NOTHING", "missing")):
-            return False
-        known = self.layers[layer].regs.get(ask.path, [])
-        tag = self.made(ask)[0]
-        if "lost twin" in KNOWN and layer == 0 and (ask.force or ask.wraps):
+        if "lost twin" in KNOWN and layer == 0 and ask.wraps:
             theirs = [(a.path, self.made(a)[0]) for feature in self.features for a in feature.asked]
-            if (ask.path, tag) in theirs:
+            if (ask.path, self.made(ask)[0]) in theirs:
                 return False
-        same = any(r.tag == tag and not r.wraps for r in known)
-        return not ("force again" in KNOWN and ask.force and same)
+        return True
 
     def ask(self, registry: Any, ask: Ask, direct: bool, priority: int | None = None) -> None:
         """Registers for real, and, for direct registrations, in the model."""
-        tag, function = self.made(ask)
+        function = self.made(ask)[1]
         if direct and priority is not None:
             self.guard.register(ask.path, function, priority=priority, force=ask.force)
         else:
@@ -553,6 +564,8 @@ class Programs(RuleBasedStateMachine):
         layer = min(layer, len(self.layers) - 1)
         self.registries[layer].apply_patches()
         self.layers[layer].entries = self.layers[layer].plan()
+        if layer == 0:
+            self.made_up = dict(self.dummies)
         self.in_force(layer)
 
     @rule(layer=layers, path=targets)
@@ -590,6 +603,8 @@ class Programs(RuleBasedStateMachine):
         self.registries[layer].remove_patches()
         self.layers[layer].regs = {path: [] for path in self.layers[layer].regs}
         self.layers[layer].entries, self.layers[layer].direct = [], []
+        if layer == 0:
+            self.dummies, self.made_up = {}, {}
         self.in_force(layer)
 
     @rule(layer=layers, path=targets)
@@ -600,17 +615,11 @@ class Programs(RuleBasedStateMachine):
             return
         self.registries[layer].remove_wrappers(path, "zoo_wrapper")
         self.layers[layer].drop(path, lambda r: r.wraps and r.tag not in ("box", "same", "none"))
-        self.settle_removed(layer, path)
         self.touched.add((layer, path))
-
-    def settle_removed(self, layer: int, path: str) -> None:
-        if "removed wrapper" in KNOWN:
-            self.registries[layer].registrations(self.registries[layer].patches_info[path])
 
     @rule(names=st.sets(st.integers(0, 2)))
     def repatch(self, names: set[int]) -> None:
-        self.nonce += self.reloaded and "owner replaced" in KNOWN
-        self.guard.repatch({**{f"f{i}": i in names for i in range(3)}, "nonce": self.nonce})
+        self.guard.repatch({f"f{i}": i in names for i in range(3)})
         known = self.layers[0]
         held, known.direct = known.direct, []
         if "order of held" in KNOWN:
@@ -627,7 +636,7 @@ class Programs(RuleBasedStateMachine):
             if path in self.registries[0].patches_info:
                 self.learn(0, path)
         known.entries = known.plan()
-        self.reloaded = False
+        self.names, self.made_up = names, dict(self.dummies)
         self.in_force(0)
 
     @rule(how=st.sampled_from(["target", "wrapper", "import", "stop"]), names=st.sets(st.integers(0, 2)))
@@ -649,7 +658,6 @@ class Programs(RuleBasedStateMachine):
             registry.apply_patches()
         assert self.everything() == before
         registry.remove_wrappers(path, "zoo_failing_wrapper")
-        self.settle_removed(layer, path)
         self.layers[layer].regs.setdefault(path, [])
         self.touched.add((layer, path))
 
@@ -662,6 +670,49 @@ class Programs(RuleBasedStateMachine):
         type.__setattr__(owner, name, value) if isinstance(owner, type) else setattr(owner, name, value)
         self.model.assign(owner, name, value)
         self.disturbed = self.drift = True
+
+    @rule(path=st.sampled_from(["pk_zoo.function", "pk_zoo.shared", "pk_zoo.Tool.method"]), whole=st.booleans())
+    def third_party_wraps(self, path: str, whole: bool) -> None:
+        """Somebody wraps what is bound: the next plan replaces it, or it would be wrapped around itself."""
+        entry = next((e for layer in self.layers for e in layer.entries if e.path == path), None)
+        if entry is None or self.drift or any(self.layers[0].pending(p) for p in self.layers[0].regs):
+            return
+        owner, name = self.model.find(path, self.model.now)
+        if vars(owner).get(name) is self.model.base[id(owner)].get(name):
+            return
+        setattr(owner, name, zoo.wrapper("third party")(vars(owner)[name]))
+        if whole:
+            self.repatch(self.names)
+        else:
+            self.apply_all(0)
+
+    @rule(path=st.sampled_from(zoo.DUMMIES), real=st.booleans())
+    def register_dummy(self, path: str, real: bool) -> None:
+        """A target in modules that do not exist."""
+        if path in self.dummies:
+            return
+        self.dummies[path] = zoo.replacement(path) if real else None
+        self.registries[0].register_patch(path, self.dummies[path], create_dummy=True)
+
+    @rule(layer=layers, ask=asks)
+    def frozen(self, layer: int, ask: Ask) -> None:
+        """What would change something is refused; what would not is allowed."""
+        layer = min(layer, len(self.layers) - 1)
+        if not self.allowed(ask, layer):
+            return
+        known = self.layers[layer]
+        before = self.everything()
+        self.guard.freeze()
+        try:
+            self.ask(self.registries[layer], ask, True)
+        except FrozenError as error:
+            assert "test_stateful.py" in str(error)
+        else:
+            assert ask.what == "stand-in" or self.made(ask)[0] in [r.tag for r in known.regs.get(ask.path, [])]
+            self.note_ask(known, ask, True)  # of what a feature registers: now it is wanted without it, too
+        finally:
+            self.guard.unfreeze()
+        assert self.everything() == before
 
     @rule(name=st.sampled_from(["shared", "function"]))
     def third_party_deletes(self, name: str) -> None:
@@ -700,12 +751,12 @@ class Programs(RuleBasedStateMachine):
             # What the source assigns anew even though it is the same object.
             for attribute in ("NOTHING", "NUMBER"):
                 self.model.assign(module, attribute, vars(module)[attribute])
-        self.disturbed = self.drift = self.reloaded = True
+        self.disturbed = self.drift = True
 
     @rule()
     def nothing_new(self) -> None:
         """What is in force already can be put in force again: the same objects."""
-        if self.drift or self.touched:
+        if self.drift or self.touched or self.dummies != self.made_up:
             return
         before = self.everything()
         for layer, registry in zip(self.layers, self.registries, strict=True):
@@ -747,9 +798,7 @@ class Programs(RuleBasedStateMachine):
 
     def everything(self) -> list[Any]:
         """Every entry of every owner and every `Patch` object, by identity."""
-        found: list[Any] = [
-            [(k, id(v)) for k, v in vars(owner).items()] for owner in list(self.model.owners.values())
-        ]
+        found: list[Any] = [[(k, id(v)) for k, v in vars(owner).items()] for owner in list(self.model.owners.values())]
         found.append([(n, id(m)) for n, m in zoo.module_table()])
         for registry in self.registries:
             for path, patch in registry.patches_info.items():
@@ -774,6 +823,8 @@ class Programs(RuleBasedStateMachine):
         for number, (layer, registry) in enumerate(zip(self.layers, self.registries, strict=False)):
             entries = {e.path: e for e in layer.entries}
             for path, patch in registry.patches_info.items():
+                if path in zoo.DUMMIES:
+                    continue
                 regs = layer.regs.get(path, [])
                 chosen = winner(regs)
                 if chosen is not None and chosen.tag == "stand-in":
@@ -791,6 +842,15 @@ class Programs(RuleBasedStateMachine):
                     assert matcher.same(patch.final_patch_func, entry.final), path
                     assert matcher.same(patch.orig_func, entry.base), path
                     assert self.guard.explain(path).state == "applied", path
+
+    @invariant()
+    def made_up_modules_are_there_while_needed(self) -> None:
+        there = [name for name in sys.modules if name.partition(".")[0] == "pk_absent"]
+        assert bool(there) is bool(self.made_up)
+        for path, function in self.made_up.items():
+            module, _, name = path.rpartition(".")
+            found = vars(sys.modules[module])[name]
+            assert found.__name__ == "dummy_function" if function is None else found is function
 
     @invariant()
     def nothing_foreign_was_touched(self) -> None:

@@ -153,7 +153,7 @@ WHOLE_CLASS = "pk_zoo.Tool"
 DUMMIES = ("pk_absent.layers.Linear", "pk_absent.norm", "pk_absent.only")
 
 
-class Box_wrapper:  # noqa: N801  (the registry tells a wrapper by this ending)
+class Box_wrapper:
     """A class whose name says that it wraps: what it makes stands in for what it gets."""
 
     def __init__(self, inner: Any) -> None:
@@ -163,7 +163,7 @@ class Box_wrapper:  # noqa: N801  (the registry tells a wrapper by this ending)
         return self.zoo[1](*args, **kwargs)
 
 
-class Callable_:  # noqa: N801
+class Callable_:
     """An instance that can be called and has no ``__name__``."""
 
     def __init__(self, tag: str) -> None:
@@ -362,8 +362,12 @@ def owners(modules: Sequence[types.ModuleType]) -> Iterator[Any]:
 
 
 def zoo_modules() -> list[types.ModuleType]:
-    """Every module object that the zoo has in ``sys.modules`` now, each once."""
-    found = {id(m): m for n, m in list(sys.modules.items()) if n.startswith(PREFIX) and type(m) is types.ModuleType}
+    """Every module object that the zoo has in ``sys.modules`` now, each once, without made up ones."""
+    found = {
+        id(module): module
+        for name, module in list(sys.modules.items())
+        if name.startswith(PREFIX) and name.partition(".")[0] != "pk_absent" and type(module) is types.ModuleType
+    }
     return [m for m in found.values() if isinstance(vars(m), dict)]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["BITS", "CONTROL", "INVARIANCE", "PRESETS", "PROVIDERS", "Case", "Shape", "cases_of"]
+__all__ = ["BITS", "CONTROL", "INVARIANCE", "PRESETS", "PROVIDERS", "Case", "Shape", "cases_of", "peak_of"]
 
 Mask = Literal["causal", "full", "packed"]
 
@@ -70,7 +70,8 @@ class Case:
     def name(self) -> str:
         """Stable and unique: what `--compare` matches rows by."""
         passes = "fwd+bwd" if self.backward else "fwd"
-        return f"{self.provider}/{self.mask}/{self.dtype}/b{self.batch}s{self.sequence}/{self.shape}/{passes}"
+        size = f"b{self.batch}s{self.sequence}" if self.batch > 1 else f"s{self.sequence}"
+        return f"{self.provider}/{self.mask}/{self.dtype}/{size}/{self.shape}/{passes}"
 
     @property
     def tokens(self) -> int:
@@ -115,6 +116,13 @@ class Case:
             held += scores * (2 * BITS[self.dtype] // 8 + 8 + 1) * (2 if self.backward else 1)
         return held
 
+    @property
+    def unsupported(self) -> str | None:
+        """Why nobody can compute this case."""
+        if self.provider == "eager" and self.mask == "packed":
+            return "Megatron's own attention refuses packed sequences"
+        return None
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, with what is derived."""
         return {**asdict(self), "name": self.name, "flops": self.flops, "tokens": self.tokens}
@@ -151,6 +159,7 @@ LONG = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PRESETS: dict[str, list[Case]] = {
     "quick": [
         *_grid([SMALL], [512], ["fp32"]),
+        *_grid([SMALL], [1024], ["fp32"], passes=[False]),
         *_grid([SMALL], [512], ["bf16", "fp16"], passes=[False]),
         *_grid([SMALL], [512], ["fp32"], ["full", "packed"], passes=[False]),
     ],
@@ -166,11 +175,20 @@ PRESETS: dict[str, list[Case]] = {
 }
 """By name; the provider is filled in by `cases_of`."""
 
-CONTROL = [Case("", "fp32", 16, Shape(1, 1, 64)), Case("", "fp32", 64, Shape(2, 1, 64))]
-"""Small enough for a proxy of a few microseconds to show."""
+CONTROL = [Case("sdpa", "fp32", 16, Shape(1, 1, 64)), Case("eager", "fp32", 16, Shape(1, 1, 64))]
+"""Small enough for a proxy of a microsecond or two to show."""
 
-INVARIANCE = [(dtype, n) for dtype in ("fp32", "bf16") for n in (2, 3, 8)]
+INVARIANCE = [("fp32", 2), ("fp32", 3), ("fp32", 8), ("bf16", 3), ("bf16", 8)]
 """Dtypes and batch sizes for the question whether a row depends on the batch around it."""
+
+
+def peak_of(peaks: Mapping[str, float], case: Case, kind: str) -> float:
+    """The matrix product's operations a second that bound a case.
+
+    On a CPU all providers but the eager one compute half types in float32, whatever their products would reach.
+    """
+    own = peaks[case.dtype]
+    return max(own, peaks["fp32"]) if kind == "cpu" and case.provider != "eager" else own
 
 
 def cases_of(presets: Sequence[str], providers: Sequence[str]) -> list[Case]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "CONFIDENCE",
     "FEWEST_PAIRS",
     "RESOLUTION",
     "WIDEST",
@@ -21,6 +22,7 @@ __all__ = [
     "pooled_ratio_of",
     "ratio_of",
     "spread_of",
+    "strict_confidence",
     "verdict_of",
 ]
 
@@ -39,17 +41,24 @@ WIDEST = 0.02
 RESOLUTION = 0.005
 """A difference below this is not called one: two processes with the same code differ by as much."""
 
-FEWEST_PAIRS = 5
-"""Resampling fewer pairs than this would claim a certainty that is not there."""
+FEWEST_PAIRS = 10
+"""In each phase. Resampling fewer than this would claim a certainty that is not there."""
+
+CONFIDENCE = 0.95
+"""Of the interval that is shown."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Second over first: above 1, the second process is slower. ``low`` to ``high`` is the confidence interval."""
+    """Second over first: above 1, the second process is slower.
+
+    ``low`` to ``high`` is the confidence interval, ``phases`` the ratio in each phase by itself.
+    """
 
     estimate: float
     low: float
     high: float
+    phases: tuple[float, ...] = ()
 
     @property
     def width(self) -> float:
@@ -57,7 +66,7 @@ class Ratio:
         return self.high - self.low
 
 
-def ratio_of(phases: Phases, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> Ratio:
+def ratio_of(phases: Phases, *, confidence: float = CONFIDENCE, resamples: int = 4000, seed: int = 0) -> Ratio:
     """The ratio of two processes: in each phase the median of the pairs' ratios, of the phases the geometric mean.
 
     The interval is a percentile bootstrap that resamples pairs within each phase. Where a phase has fewer than
@@ -70,23 +79,30 @@ def ratio_of(phases: Phases, *, confidence: float = 0.95, resamples: int = 2000,
 
 
 def pooled_ratio_of(
-    several: Sequence[Phases], *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    several: Sequence[Phases], *, confidence: float = CONFIDENCE, resamples: int = 4000, seed: int = 0
 ) -> Ratio:
     """The geometric mean of several cases' ratios; otherwise as `ratio_of`."""
     logs = [[_logs(pairs) for pairs in phases] for phases in several]
     flat = [pairs for phases in logs for pairs in phases]
+    count = min((len(phases) for phases in logs), default=0)
     if not flat or not all(map(len, flat)):
         raise ValueError("a ratio needs at least one pair in each phase")
-    estimate = float(np.exp(np.mean([[np.median(p) for p in phases] for phases in logs])))
+    estimate = float(np.exp(np.mean([np.median(pairs) for pairs in flat])))
+    by_phase = tuple(float(np.exp(np.mean([np.median(phases[i]) for phases in logs]))) for i in range(count))
     if min(map(len, flat)) < FEWEST_PAIRS:
-        return Ratio(estimate, 0.0, float("inf"))
+        return Ratio(estimate, 0.0, float("inf"), by_phase)
     rng = np.random.default_rng(seed)
     drawn = np.mean([_medians(pairs, resamples, rng) for pairs in flat], axis=0)
-    return Ratio(estimate, *_interval(np.exp(drawn), confidence))
+    return Ratio(estimate, *_interval(np.exp(drawn), confidence), by_phase)
 
 
 def change_of(
-    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    confidence: float = CONFIDENCE,
+    resamples: int = 4000,
+    seed: int = 0,
 ) -> Ratio:
     """Median time ``after`` over median time ``before``, of two runs that were not interleaved.
 
@@ -102,17 +118,35 @@ def change_of(
     return Ratio(estimate, *_interval(drawn, confidence))
 
 
-def verdict_of(ratio: Ratio, *, widest: float = WIDEST, resolution: float = RESOLUTION) -> Verdict:
-    """What the interval supports.
+def strict_confidence(rows: int) -> float:
+    """The confidence for calling one of ``rows`` rows slower or faster: 5 % that any of them is called in error."""
+    return 1 - (1 - CONFIDENCE) / max(1, rows)
 
-    ``slower`` or ``faster``: the whole interval lies beyond 1 by more than ``resolution``, however wide it is.
-    Otherwise ``unchanged`` if it is at most ``widest``, and ``too noisy`` if not.
+
+def verdict_of(
+    shown: Ratio, strict: Ratio | None = None, *, widest: float = WIDEST, resolution: float = RESOLUTION
+) -> Verdict:
+    """What the intervals support.
+
+    Args:
+        shown: with the interval of `CONFIDENCE`.
+        strict: of the same samples, with the interval of `strict_confidence`; ``shown``, when None.
+        widest: see `WIDEST`.
+        resolution: see `RESOLUTION`.
+
+    Returns:
+        ``slower`` or ``faster`` if the whole strict interval lies beyond 1 by more than ``resolution``, however
+        wide it is, and each phase by itself is on that side too: what holds in one phase alone belongs to a
+        process, not to its role. Otherwise ``unchanged`` if the shown interval is at most ``widest`` and has a value within
+        ``resolution`` of 1; else ``too noisy``.
     """
-    if ratio.low > 1 + resolution:
+    strict = strict or shown
+    if strict.low > 1 + resolution and all(ratio > 1 for ratio in shown.phases):
         return "slower"
-    if ratio.high < 1 - resolution:
+    if strict.high < 1 - resolution and all(ratio < 1 for ratio in shown.phases):
         return "faster"
-    return "unchanged" if ratio.width <= widest else "too noisy"
+    near = shown.low <= 1 + resolution and shown.high >= 1 - resolution
+    return "unchanged" if near and shown.width <= widest else "too noisy"
 
 
 def spread_of(times: Sequence[float]) -> tuple[float, float]:
@@ -122,7 +156,9 @@ def spread_of(times: Sequence[float]) -> tuple[float, float]:
 
 
 def _logs(pairs: Sequence[Pair]) -> npt.NDArray[Any]:
-    return _logs_of([second for _, second in pairs]) - _logs_of([first for first, _ in pairs]) if pairs else np.array([])
+    return (
+        _logs_of([second for _, second in pairs]) - _logs_of([first for first, _ in pairs]) if pairs else np.array([])
+    )
 
 
 def _logs_of(times: Sequence[float]) -> npt.NDArray[Any]:
