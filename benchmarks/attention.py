@@ -66,6 +66,7 @@ __all__ = ["main"]
 @click.pass_context
 def main(
     ctx: click.Context,
+    /,
     *,
     presets: tuple[str, ...],
     providers: tuple[str, ...],

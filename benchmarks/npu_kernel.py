@@ -409,6 +409,7 @@ class _Call:
 
     @staticmethod
     def _groups(query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str) -> int:
+        groups: int
         if heads < 1:
             raise _wrong("head_num", heads, "at least 1")
         if layout in ("SBH", "BSH"):
@@ -417,7 +418,7 @@ class _Call:
             size = query.size(2) // heads
             if key.size(2) % size or not key.size(2):
                 raise _wrong("key", f"{key.size(2)} wide", f"a multiple of query's head size, {size}")
-            groups = key.size(2) // size
+            groups = int(key.size(2)) // size
             if value.size(2) % groups:
                 raise _wrong("value", f"{value.size(2)} wide", f"a multiple of key's number of heads, {groups}")
             value_size = value.size(2) // groups
@@ -426,7 +427,7 @@ class _Call:
             n = {"BSND": 2, "BNSD": 1, "TND": 1}[layout]
             if query.size(n) != heads:
                 raise _wrong("head_num", heads, f"query's number of heads, {query.size(n)}")
-            size, groups, value_size = query.size(-1), key.size(n), value.size(-1)
+            size, groups, value_size = query.size(-1), int(key.size(n)), value.size(-1)
             if key.size(-1) != size:
                 raise _wrong("key", f"of head size {key.size(-1)}", f"query's, {size}")
             if value.size(n) != groups:
@@ -592,7 +593,8 @@ def _is_triangle(mask: Tensor) -> bool:
 
 def _rows_at_a_time(q: Tensor, keys: int) -> int:
     budget = SCORES_AT_A_TIME.get(q.device.type, SCORES_AT_A_TIME["cuda"])
-    return max(1, min(q.size(2), budget // max(1, q.size(0) * q.size(1) * keys)))
+    batch, heads, rows = (int(size) for size in q.shape[:3])
+    return max(1, min(rows, budget // max(1, batch * heads * keys)))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -135,14 +135,14 @@ def _is_there(kind: str) -> bool:
         import torch_npu
 
         return bool(torch_npu.npu.is_available())
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def _host_seconds(run: Callable[[], Any], calls: int) -> float:
     start = timer()
     for _ in range(calls):
         run()
-    return (timer() - start) / calls
+    return float(timer() - start) / calls
 
 
 def _cache_size() -> int:

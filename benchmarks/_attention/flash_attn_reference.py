@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def flash_attn_func(
     """
     _refuse(dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
     rows = zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)
-    return torch.stack([_sequence(*row, softmax_scale, causal) for row in rows])
+    return torch.stack([_sequence(row, softmax_scale, causal) for row in rows])
 
 
 def flash_attn_varlen_func(
@@ -86,7 +87,7 @@ def flash_attn_varlen_func(
     parts = [
         t.split(torch.diff(ends).tolist()) for t, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
     ]
-    return torch.cat([_sequence(*part, softmax_scale, causal) for part in zip(*parts, strict=True)])
+    return torch.cat([_sequence(part, softmax_scale, causal) for part in zip(*parts, strict=True)])
 
 
 def _refuse(
@@ -110,14 +111,13 @@ def _refuse(
             raise PatchError(f"{name} is not supported by the reference for flash_attn_npu; leave it out")
 
 
-def _sequence(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
+def _sequence(inputs: Sequence[Tensor], scale: float | None, causal: bool) -> Tensor:
     # A copy: a library may add in another order where memory is aligned in another way.
-    heads, groups = q.size(1), k.size(1)
-    q, k, v = (t.clone(memory_format=torch.contiguous_format).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    q, k, v = (t.clone(memory_format=torch.contiguous_format).transpose(0, 1).unsqueeze(0) for t in inputs)
     mask = None
     if causal and q.size(2) != k.size(2):
         mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril_(k.size(2) - q.size(2))
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=heads != groups
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
     return out.squeeze(0).transpose(0, 1)

@@ -114,7 +114,7 @@ class Process:
         ready, _, _ = select.select([self.answers], [], [], ANSWER)
         line = self.answers.readline() if ready else ""
         if not line:
-            what = "ended" if ready else f"gave no answer in {ANSWER} s"
+            what = f"ended (exit status {self.process.wait(10)})" if ready else f"gave no answer in {ANSWER} s"
             raise PatchError(f"a worker {what} at {command!r}; the end of its output:\n{self._tail()}")
         told = json.loads(line)
         if "error" in told:

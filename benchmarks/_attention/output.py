@@ -123,8 +123,8 @@ def tables(report: dict[str, Any], before: dict[str, Any] | None = None) -> Iter
     yield f"{report['date']}  {machine['device']}, {machine['cores']} cores, {machine['platform']}"
     yield " ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield _settings(report)
-    heads = ("provider", "case", "ratio [95 %]", "verdict", "bound", "bits")
-    yield table("Guarded over unguarded", heads, map(_ratio_row, report["rows"]))
+    heads: tuple[str, ...] = ("provider", "case", "ratio [95 %]", "verdict", "bound", "bits")
+    yield table("Guarded over unguarded", heads, [_ratio_row(row) for row in report["rows"]])
     if report["overall"]:
         yield f"all rows together: {_interval(report['overall'])}, {report['overall']['verdict']}"
     yield from _noise(report)
@@ -132,7 +132,7 @@ def tables(report: dict[str, Any], before: dict[str, Any] | None = None) -> Iter
     yield table("Guarded", heads, map(_speed_row, report["rows"]))
     if report["controls"]:
         heads = ("control", "provider", "case", "median", "ratio [95 %]", "verdict", "expected")
-        rows = map(_control_row, report["controls"])
+        rows: list[tuple[str, ...]] = [_control_row(row) for row in report["controls"]]
         yield table("Control: two guarded processes, the same, and with a proxy in one of them", heads, rows)
     if report["invariance"]:
         yield _invariance(report)
@@ -307,7 +307,7 @@ def plot(report: dict[str, Any], stem: Path) -> list[Path]:
     lines = _lines([*rows, *(row for row in report["controls"] if "found" in row)])
     panels = _panels(rows)
     deep = (len(panels) + 1) // 2
-    style = {
+    style: Any = {
         "font.size": 8,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -316,7 +316,8 @@ def plot(report: dict[str, Any], stem: Path) -> list[Path]:
     }
     with matplotlib.rc_context(style):
         figure = pyplot.figure(figsize=(11.5, max(2.2 * deep + 1, 0.21 * len(lines) + 1.2)), layout="constrained")
-        left, right = figure.subfigures(1, 2, width_ratios=(6, 5))
+        halves: Any = figure.subfigures(1, 2, width_ratios=(6, 5))
+        left, right = halves
         _plot_ratios(left.subplots(), lines)
         grid = right.subplots(max(1, deep), 2 if len(panels) > 1 else 1, squeeze=False).ravel()
         for axes, (title, group) in zip(grid, panels.items(), strict=False):

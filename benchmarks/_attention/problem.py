@@ -78,11 +78,12 @@ class Problem:
         self._pad: Tensor | None = None
 
     def move(self, pad: int) -> None:
-        """Put the inputs, and so what is computed from them, elsewhere in memory: behind ``pad`` more bytes.
+        """Put inputs, Megatron's buffer and what is computed elsewhere in memory: behind ``pad`` more bytes.
 
         Where a tensor lies can cost a CPU a fifth of its speed; new places for each sample make that part of the
         noise, where it would otherwise tell one process from the other.
         """
+        importlib.import_module("megatron.core.parallel_state").get_global_memory_buffer().buffer.clear()
         self._pad = torch.empty(pad, dtype=torch.uint8, device=self.out_gradient.device)
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.inputs]
 

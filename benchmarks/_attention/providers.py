@@ -8,6 +8,7 @@ take query [s, b, heads, d] (packed: [t, heads, d]), key and value [.., groups, 
 from __future__ import annotations
 
 import argparse
+import importlib
 from typing import Any
 
 import torch
@@ -80,18 +81,17 @@ def batch_invariant_forward(
     packed_seq_params: Any = None,
 ) -> Tensor:
     """The functions of ``flash_attn_npu``."""
-    from flash_attn_npu import flash_attn_func, flash_attn_varlen_func
-
+    flash: Any = importlib.import_module("flash_attn_npu")
     options: dict[str, Any] = {"softmax_scale": self.softmax_scale, "causal": _causal(self, attn_mask_type)}
     if packed_seq_params is None:
-        out: Tensor = flash_attn_func(*(t.transpose(0, 1).contiguous() for t in (query, key, value)), **options)
+        out: Tensor = flash.flash_attn_func(*(t.transpose(0, 1).contiguous() for t in (query, key, value)), **options)
         return out.transpose(0, 1).flatten(2)
     ends = [
         torch.nn.functional.pad(cumulated, (1, 0)).to(torch.int32)
         for cumulated in (packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv)
     ]
     longest = packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv
-    packed: Tensor = flash_attn_varlen_func(query, key, value, *ends, *longest, **options)
+    packed: Tensor = flash.flash_attn_varlen_func(query, key, value, *ends, *longest, **options)
     return packed
 
 

@@ -28,6 +28,9 @@ BURST = {"cpu": 3e-4, "cuda": 1e-3, "npu": 1e-3}
 SAMPLE = {"cpu": 4e-3, "cuda": 1e-2, "npu": 1e-2}
 MOST_BURSTS = 16
 
+#: Bytes by which the memory of a sample is moved at most.
+MOVED = 16 << 20
+
 
 class Worker:
     """The commands, one method each; arguments and results are JSON."""
@@ -127,7 +130,7 @@ class Worker:
 
         What disturbs a burst only makes it slower, and what is added to every call is in the fastest one too.
         """
-        self.problem.move(64 * self._random.randrange(1, 1024))
+        self.problem.move(64 * self._random.randrange(1, MOVED // 64))
         self.device.flush()
         took = self.device.bursts(self.problem.run, calls, bursts)
         self._sampled[0] += calls * sum(clock for clock, _ in took)
